@@ -1,0 +1,60 @@
+"""Long-context inference in JAX that reads only the part of the KV cache that matters.
+
+See :func:`generate` for the whole job, :func:`prefill` and :func:`decode_step` for a serving loop of your own,
+:func:`attend` for a model of your own.
+"""
+
+from quest_jax.attention import AttentionState, attend, decode_attention, extend, init_attention, prefill_attention
+from quest_jax.cache import Cache, init_cache, rebuild_metadata
+from quest_jax.decode import DecodeState, decode_step, feed_tokens, prefill, replace_policy
+from quest_jax.generate import Chunk, Generation, generate, stream
+from quest_jax.models.config import LlamaConfig, RopeConfig
+from quest_jax.params import Params, random_params
+from quest_jax.policies.base import Dense, Policy, Selection
+from quest_jax.policies.quest import Quest
+from quest_jax.sampling import Greedy, Sample, make_sampler, sample
+from quest_jax.stats import DecodeStats
+from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer, load_tokenizer
+from quest_jax.weights.load import load, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionState",
+    "Cache",
+    "Chunk",
+    "DecodeState",
+    "DecodeStats",
+    "Dense",
+    "Detokenizer",
+    "Generation",
+    "Greedy",
+    "LlamaConfig",
+    "Params",
+    "Policy",
+    "Quest",
+    "RopeConfig",
+    "Sample",
+    "Selection",
+    "StopStrings",
+    "Tokenizer",
+    "attend",
+    "decode_attention",
+    "decode_step",
+    "extend",
+    "feed_tokens",
+    "generate",
+    "init_attention",
+    "init_cache",
+    "load",
+    "load_tokenizer",
+    "make_sampler",
+    "prefill",
+    "prefill_attention",
+    "random_params",
+    "rebuild_metadata",
+    "replace_policy",
+    "sample",
+    "save",
+    "stream",
+]

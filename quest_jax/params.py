@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
+from quest_jax.models import llama
 from quest_jax.models.config import LlamaConfig
 
 
-@struct.dataclass
-class Params:
+class Params(struct.PyTreeNode):
     """What :func:`quest_jax.load` returns and every function of generation takes.
 
     Attributes:
@@ -18,3 +21,14 @@ class Params:
 
     weights: dict[str, Any]
     config: LlamaConfig = struct.field(pytree_node=False)
+
+
+def random_params(config: LlamaConfig, *, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Params:
+    """Makes a model with random weights: for tests, benchmarks and shapes, not for text.
+
+    Args:
+      config: shape of the model.
+      seed: the same seed gives the same weights.
+      dtype: float32 or bfloat16.
+    """
+    return Params(llama.init_weights(config, jax.random.key(seed), dtype), config)

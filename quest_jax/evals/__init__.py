@@ -1,0 +1,1 @@
+"""Measurements of what a policy keeps of dense attention's answers."""

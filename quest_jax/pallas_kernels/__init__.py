@@ -1,0 +1,1 @@
+"""The ops: arrays in, arrays out. One folder an op, one file per implementation."""

@@ -1,0 +1,1 @@
+"""Methods of page selection, one a file."""

@@ -1,0 +1,78 @@
+# Needs only Python 3.12 or newer. Every target makes what it needs in .venv, once.
+#   make test VENV=/tmp/other        another environment        make test ARGS="-k cache"      arguments for the command
+#   make demo PYTHON=/opt/python3.13/bin/python3                another interpreter
+
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+BIN = $(VENV)/bin
+
+# Targets and prerequisites need the blanks of a path escaped; recipes quote it.
+empty :=
+comma := ,
+venv := $(subst $(empty) ,\ ,$(VENV))
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# A package folder of another project must not leak into this environment.
+unexport PYTHONHOME
+unexport PYTHONPATH
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types format bench dev clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(venv)/.demo-installed  ## load a real model, ask about a long document, compare dense and Quest
+	"$(BIN)/quest-jax" demo $(ARGS)
+
+test: $(venv)/.dev-installed  ## run all tests but those that need torch
+	"$(BIN)/python" -m pytest -m "not parity" -n 2 --dist worksteal $(ARGS)
+
+lint: $(venv)/.dev-installed  ## check style and formatting
+	"$(BIN)/python" -m ruff check .
+	"$(BIN)/python" -m ruff format --check .
+
+types: $(venv)/.dev-installed  ## check types
+	"$(BIN)/python" -m pyright --pythonpath "$(BIN)/python"
+
+format: $(venv)/.dev-installed  ## format the code and fix what can be fixed
+	"$(BIN)/python" -m ruff check --fix .
+	"$(BIN)/python" -m ruff format .
+
+bench: $(venv)/.demo-installed  ## time prefill and decode, dense and Quest
+	"$(BIN)/python" -m quest_jax.bench $(ARGS)
+
+dev: $(venv)/.dev-installed  ## make the environment for development, run nothing
+
+clean:  ## remove .venv and everything built
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment made by something else than the rule below (uv) may have no pip yet.
+define install
+	@echo "Installing quest-jax[$(1)] and what it needs into $(VENV)"
+	@"$(BIN)/python" -m pip --version > /dev/null 2>&1 || "$(BIN)/python" -m ensurepip > /dev/null
+	@"$(BIN)/python" -m pip install -qq -e '.[$(1)]'
+endef
+
+# A stamp says "installed"; it is older than pyproject.toml when the dependencies may have changed.
+$(venv)/.demo-installed: pyproject.toml | $(venv)/pyvenv.cfg
+	$(call install,cli$(comma)gguf)
+	@touch "$@"
+
+$(venv)/.dev-installed: pyproject.toml | $(venv)/pyvenv.cfg
+	$(call install,dev)
+	@touch "$@" "$(VENV)/.demo-installed"
+
+# A candidate must run, not merely be on the path: shims of version managers exist for versions they cannot start.
+$(venv)/pyvenv.cfg:
+	@for python in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.13 python3.14 python3 python \
+	    "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3); do \
+	  if "$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+	    echo "$$python -m venv $(VENV)"; exec "$$python" -m venv "$(VENV)"; \
+	  fi; \
+	done; \
+	echo 'Expected Python 3.12 or newer with its venv module, found none$(if $(PYTHON), at PYTHON=$(PYTHON)).' >&2; \
+	echo 'Install one (on Debian and Ubuntu python3-venv too) or name it: make demo PYTHON=/path/to/python3.12' >&2; \
+	exit 1

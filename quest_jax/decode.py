@@ -1,0 +1,275 @@
+"""The state of a generation, and the functions that advance it: prefill, one decode step, given tokens.
+
+Every function here works eagerly and inside a caller's ``jax.jit``. Eagerly, each is one compiled program per batch
+size and cache capacity; see :func:`prefill` for what recompiles.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from quest_jax.attention import AttentionState, decode_attention, extend, init_attention, prefill_attention
+from quest_jax.cache import cache_nbytes
+from quest_jax.inputs import as_batch, as_eos, as_policy, as_size, bucket, is_traced
+from quest_jax.memory import check_memory
+from quest_jax.models import llama
+from quest_jax.params import Params
+from quest_jax.policies.base import Policy
+from quest_jax.sampling import Greedy, Sample, make_sampler, sample
+
+NO_TOKEN = -1
+"""Stands in token arrays where a finished row has nothing."""
+
+
+class DecodeState(struct.PyTreeNode):
+    """Where a batch of generations stands.
+
+    Attributes:
+      attention: the cache and what it reads.
+      logits: float32 ``[B, V]``, of each row's next token.
+      done: bool ``[B]``, rows that have ended: an eos id was sampled, or the cache is full.
+      keys: random key of each row.
+      eos: int32 ``[n]``, ids that end a row; -1 for none.
+      sampler: how tokens are drawn; temperature and top_p are arrays in it.
+    """
+
+    attention: AttentionState
+    logits: Float[Array, "B V"]
+    done: Bool[Array, "B"]
+    keys: Key[Array, "B"]
+    eos: Int[Array, "n"]
+    sampler: Greedy | Sample
+
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """int32 ``[B]``, tokens in the cache, prompt included."""
+        return self.attention.cache.lengths
+
+
+def prefill(
+    params: Params,
+    tokens: Any,
+    *,
+    lengths: Any = None,
+    capacity: int | None = None,
+    budget: int | None = None,
+    policy: Policy | None = None,
+    temperature: Any = 0.0,
+    top_k: int | None = None,
+    top_p: Any = None,
+    seed: int | Sequence[int] = 0,
+    eos_token_ids: Any = None,
+    page_size: int = 16,
+    chunk: int = 256,
+    implementation: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DecodeState:
+    """Reads prompts into a new cache, dense, in chunks: memory grows with the prompt, not with its square.
+
+    Args:
+      params: of :func:`quest_jax.load`.
+      tokens: prompts, ``[B, T]`` ids or a list of lists of different lengths.
+      lengths: real tokens of each row of an array; the rest is padding.
+      capacity: tokens each row must have room for, prompt included. None: the prompt and 256 more. Rounded up to one
+        of four sizes per octave.
+      budget: tokens that a decode step reads, by Quest with its defaults. None is dense.
+      policy: another policy, instead of ``budget``.
+      temperature, top_k, top_p: 0 is greedy; see :func:`quest_jax.sampling.make_sampler`.
+      seed: one for the batch, or one a row: then a row draws what it would draw alone with its seed.
+      eos_token_ids: ids that end a row; None for the model's own, () for none.
+      page_size: [S] tokens of a page.
+      chunk: tokens of a prefill step.
+      implementation: of every op, e.g. ``"xla"``; None takes the best that serves.
+      progress: called with (tokens read, tokens in all) after every chunk; not inside ``jit``.
+
+    Returns:
+      a state whose ``logits`` predict the first new token.
+
+    Raises:
+      TypeError, ValueError: input out of range, before anything is compiled.
+      MemoryError: the cache does not fit, with the bytes it needs.
+
+    Recompiles for another batch size, capacity size, page size, chunk, policy, model or dtype; not for another prompt
+    length, temperature, top_p, seed or eos.
+    """
+    config = params.config
+    page_size, chunk = as_size("page_size", page_size), as_size("chunk", chunk)
+    policy = as_policy(budget, policy, page_size)
+    sampler = make_sampler(temperature, top_k, top_p)
+    traced = is_traced(params, tokens, lengths)
+    if not traced:
+        tokens, lengths = as_batch(tokens, lengths, config.vocab_size)
+        longest = int(lengths.max())
+    else:
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens: expected non-empty integer ids [B, T], got {tokens.shape} of {tokens.dtype}.")
+        longest = tokens.shape[1]
+        lengths = jnp.full(tokens.shape[0], longest) if lengths is None else jnp.asarray(lengths)
+    asked = longest + 256 if capacity is None else as_size("capacity", capacity)
+    if asked < longest:
+        raise ValueError(
+            f"capacity: expected room for the longest prompt, {longest} tokens, got {asked}; raise capacity or "
+            "shorten the prompt."
+        )
+    capacity = bucket(asked, 8 * page_size)
+    dtype = params.weights["embed"].dtype
+    sizes = (config.n_layers, config.n_kv_heads, config.head_dim)
+    room: dict[str, Any] = dict(batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype)
+    if not traced:
+        needed = cache_nbytes(*sizes, **room)
+        what = f"the KV cache of {len(tokens)} x {capacity} tokens in {jnp.dtype(dtype).name}"
+        check_memory(needed, 0, what, "take a smaller batch, fewer tokens or bfloat16 weights, or free memory")
+    state = DecodeState(
+        attention=init_attention(*sizes, **room, policy=policy, implementation=implementation),
+        logits=jnp.zeros((len(tokens), config.vocab_size), jnp.float32),
+        done=jnp.zeros(len(tokens), bool),
+        keys=row_keys(seed, len(tokens)),
+        eos=jnp.asarray(as_eos(eos_token_ids, config.eos_token_ids, config.vocab_size)),
+        sampler=sampler,
+    )
+    # A short prompt takes a short chunk; powers of two, so that few programs are compiled.
+    chunk = min(chunk, max(16, 1 << (longest - 1).bit_length()))
+    padded = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, -longest % chunk)))
+    lengths = jnp.asarray(lengths, jnp.int32)
+    if traced:
+
+        def read(i, state):
+            piece = lax.dynamic_slice_in_dim(padded, i * chunk, chunk, axis=1)
+            return _prefill_chunk(params, state, piece, i * chunk, lengths)
+
+        return lax.fori_loop(0, -(-lengths.max() // chunk), read, state)
+    for start in range(0, longest, chunk):
+        state = _prefill_chunk_jit(params, state, padded[:, start : start + chunk], jnp.int32(start), lengths)
+        if progress is not None:
+            jax.block_until_ready(state.logits)
+            progress(min(start + chunk, longest), longest)
+    return state
+
+
+def decode_step(params: Params, state: DecodeState) -> tuple[DecodeState, Int[Array, "B"]]:
+    """Draws the next token of every row from ``state.logits``, then runs the model on it.
+
+    Jit it with ``donate_argnums=1``, and the cache is updated in place.
+
+    Returns:
+      the new state, and int32 ``[B]`` tokens; ``-1`` for a row that had ended before. The token that ends a row, eos
+      or the one for which the cache has no room, is returned and not fed to the model.
+
+    Example:
+      >>> import jax, quest_jax
+      >>> params = quest_jax.random_params(quest_jax.LlamaConfig(64, 32, 64, 2, 4, 2, 8, 512), seed=0)
+      >>> state = quest_jax.prefill(params, [[1, 2, 3]], budget=64)
+      >>> step = jax.jit(quest_jax.decode_step, donate_argnums=1)
+      >>> for _ in range(4):
+      ...     state, token = step(params, state)
+      >>> state.lengths.tolist()
+      [7]
+    """
+    keys = jax.vmap(jax.random.split)(state.keys)
+    token = sample(state.sampler, state.logits, keys[:, 1])
+    token = jnp.where(state.done, NO_TOKEN, token)
+    full = state.lengths >= state.attention.cache.capacity
+    done = state.done | jnp.isin(token, state.eos) | full
+    state = _feed(params, state.replace(keys=keys[:, 0], done=done), token, ~done)
+    return state, token
+
+
+def feed_tokens(params: Params, state: DecodeState, tokens: Any, *, lengths: Any = None) -> DecodeState:
+    """Runs given tokens one at a time through the decode path, as if they had been generated.
+
+    With a sparse policy this reads a question as sparsely as the answer is written (Quest's own evaluation does).
+    The state given stays usable: one prefilled context can take many questions.
+
+    Args:
+      params, state: as for :func:`decode_step`.
+      tokens: ``[B, T]`` ids or a list of lists; see :func:`prefill`.
+      lengths: real tokens of each row of an array.
+
+    Returns:
+      the state after the tokens; its ``logits`` predict what comes next.
+
+    Raises:
+      TypeError, ValueError: input out of range, or no room for the tokens.
+
+    Recompiles for another batch size, capacity, policy, or width of ``tokens`` rounded up to a power of two.
+    """
+    if is_traced(params, state, tokens, lengths):
+        tokens = jnp.asarray(tokens)
+        return _feed_all(params, state, tokens, jnp.asarray(tokens.shape[1] if lengths is None else lengths))
+    tokens, lengths = as_batch(tokens, lengths, params.config.vocab_size)
+    if len(tokens) != len(state.done):
+        raise ValueError(f"feed_tokens: expected {len(state.done)} rows as in the state, got {len(tokens)}.")
+    most, capacity = int((state.lengths + lengths).max()), state.attention.cache.capacity
+    if most > capacity:
+        raise ValueError(
+            f"feed_tokens: expected at most {capacity} tokens in a row, the cache's capacity, got {most}; prefill with "
+            "a larger capacity."
+        )
+    width = max(16, 1 << (tokens.shape[1] - 1).bit_length())
+    padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, width - tokens.shape[1])))
+    return _feed_all_jit(params, state, padded, jnp.asarray(lengths))
+
+
+def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Policy | None = None) -> DecodeState:
+    """Returns the state decoding with another budget or policy; neither is dense. The cache is shared, not copied."""
+    policy = as_policy(budget, policy, state.attention.cache.page_size)
+    return state.replace(attention=state.attention.replace(policy=policy))
+
+
+def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
+    """Returns a random key a row, from one seed for all or one for each."""
+    seeds = jnp.asarray(seed)
+    if not jnp.issubdtype(seeds.dtype, jnp.integer) or seeds.shape not in ((), (batch,)):
+        raise ValueError(f"seed: expected an integer, or {batch} of them, one a row, got {seed!r}.")
+    # A seed of its own gives a row the key that it has as row 0 of a batch of one.
+    rows = jnp.arange(batch) if seeds.ndim == 0 else jnp.zeros(batch, int)
+    return jax.vmap(lambda s, row: jax.random.fold_in(jax.random.key(s), row))(jnp.broadcast_to(seeds, batch), rows)
+
+
+def _prefill_chunk(params, state, tokens, start, lengths):
+    """Reads positions ``start ...`` of every prompt; rows that end before take nothing."""
+    n_new = jnp.clip(lengths - start, 0, tokens.shape[1])
+    hidden, attention = _run(params, state, tokens, n_new, prefill_attention, lengths)
+    last = jnp.maximum(n_new - 1, 0)[:, None, None]
+    hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    return _with_logits(params, state, attention, hidden, n_new > 0)
+
+
+_prefill_chunk_jit = jax.jit(_prefill_chunk, donate_argnames="state")
+
+
+def _feed(params, state, token, write):
+    """Runs one decode step on ``token [B]`` in the rows where ``write``."""
+    hidden, attention = _run(params, state, token[:, None], write.astype(jnp.int32), decode_attention, None)
+    return _with_logits(params, state, attention, hidden[:, 0], write)
+
+
+def _feed_all(params, state, tokens, lengths):
+    def step(t, state):
+        token = lax.dynamic_index_in_dim(tokens, t, axis=1, keepdims=False)
+        return _feed(params, state, token, t < lengths)
+
+    return lax.fori_loop(0, lengths.max(), step, state)
+
+
+_feed_all_jit = jax.jit(_feed_all)
+
+
+def _run(params, state, tokens, n_new, attend, rope_lengths):
+    attention = extend(state.attention, n_new)
+    positions = attention.starts[:, None] + jnp.arange(tokens.shape[1])
+    rope_lengths = attention.cache.lengths if rope_lengths is None else rope_lengths
+    run = functools.partial(llama.apply, params.weights, params.config)
+    return run(jnp.maximum(tokens, 0), positions, attend, attention, rope_lengths=rope_lengths)
+
+
+def _with_logits(params, state, attention, hidden, fresh):
+    logits = llama.project_logits(params.weights, params.config, hidden)
+    return state.replace(attention=attention, logits=jnp.where(fresh[:, None], logits, state.logits))

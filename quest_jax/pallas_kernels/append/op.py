@@ -1,0 +1,62 @@
+"""``append``: write new tokens into their pages and bring the pages' min/max up to date."""
+
+from jaxtyping import Array, Float, Int
+
+from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.append import reference
+from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
+
+IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.append, dispatch.serves_everything),)
+
+
+def append(
+    kv: KV,
+    meta: Float[Array, "*layers B K P D2"],
+    keys: Float[Array, "B T K D"],
+    values: Float[Array, "B T K D"],
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    page_table: Int[Array, "B P"] | None = None,
+    *,
+    layer: Layer = None,
+    implementation: str | None = None,
+) -> tuple[KV, Float[Array, "*layers B K P D2"]]:
+    """Writes token ``t`` of row ``b`` at position ``starts[b] + t`` while that is below ``ends[b]``.
+
+    The metadata ``[min | max]`` of each touched page is recomputed from its real tokens, so that writing the same
+    slots again gives the same bits whatever was there before. Tokens at or past ``ends`` or the row's last page are
+    not written; a row with ``starts == ends`` changes nothing. In place when ``kv`` and ``meta`` are donated.
+
+    Args:
+      kv: pool of pages, see :mod:`quest_jax.pallas_kernels.pages`.
+      meta: per row and KV head, in logical page order, the min and max of each key channel; float32. Pages without
+        tokens are never read.
+      keys: rotated keys of the new tokens.
+      values: values of the new tokens.
+      starts: position of token 0 of each row.
+      ends: length of each row after the write.
+      page_table: logical to pool page; None is the identity.
+      layer: index into a stacked pool and metadata.
+      implementation: ``None`` or ``"xla"``.
+
+    Returns:
+      ``(kv, meta)`` after the write.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit the pool.
+    """
+    shape = pool_shape(kv)
+    rows = meta.shape[-4]
+    if keys.shape != values.shape or (keys.shape[0], *keys.shape[2:]) != (rows, shape.kv_heads, shape.head_dim):
+        raise ValueError(
+            f"append: expected keys and values [{rows}, T, {shape.kv_heads}, {shape.head_dim}] (rows, KV heads and "
+            f"head dim of the cache), got {keys.shape} and {values.shape}."
+        )
+    if keys.dtype != pool_dtype(kv) or values.dtype != pool_dtype(kv):
+        raise ValueError(
+            f"append: expected keys and values in the cache's dtype {pool_dtype(kv)}, got {keys.dtype} and "
+            f"{values.dtype}; cast them, or make the cache in their dtype."
+        )
+    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), shape.kv_heads, keys.shape[1])
+    chosen = dispatch.resolve("append", IMPLEMENTATIONS, call, implementation)
+    return chosen.run(kv, meta, keys, values, starts, ends, page_table, layer=layer)

@@ -1,0 +1,145 @@
+"""Quest: read the pages whose keys could score highest (Tang et al., arXiv 2406.10774)."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from quest_jax.pallas_kernels.page_scores.op import page_scores
+from quest_jax.policies.base import Policy, Selection
+
+Variant = Literal["quest", "kernel", "sim"]
+Ranking = Literal["box", "shrunk_box"]
+Reduce = Literal["mean", "max", "sum_softmax", "round_robin", "per_head"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(Policy):
+    r"""Top pages by the upper bound of their attention logits, within a budget of tokens.
+
+    A page with per-channel key bounds ``m`` and ``M`` scores :math:`\sum_i \max(q_i m_i, q_i M_i)`, which no
+    ``q . k`` of the page exceeds. Per decode step and layer it reads all metadata and ``budget`` tokens:
+    ``1 / S + budget / L`` of the cache's bytes (times 2D float32 per page for the metadata).
+
+    The paper has two programs that differ; ``variant`` names them:
+
+    * ``quest`` (default): ``floor(budget / S)`` pages, of which the current page and the ``sink_pages`` first ones are
+      always read. A row of at most ``budget`` tokens is read whole: exactly dense attention.
+    * ``kernel``: the same without the sink, as in the paper's speed figures.
+    * ``sim``: as in the paper's accuracy figures: ``max(3, floor(min(budget, L) / S))`` pages, a list per query head,
+      the current page competes by its score, and a row within the budget may still lose a page.
+
+    Attributes:
+      budget: tokens to read per KV head (per query head with ``per_head``), the current page included.
+      variant: see above.
+      ranking: ``box`` ranks by the bound; ``shrunk_box`` by ``q . mid + beta |q| . half``, a better guess of the
+        true maximum and no bound.
+      beta: size of the shrunk box.
+      reduce: how a group of query heads that shares a KV head agrees on one list: ``mean`` or ``max`` of the bounds,
+        ``sum_softmax`` (sum over heads of the softmax over pages), ``round_robin`` (best page of every head, then the
+        second of every head, ...), or ``per_head``: every query head reads a list of its own, G times the bytes.
+      dense_layers: the first layers attend to everything; they need far more pages than the rest.
+      sink_pages: pages at the start that are always read (``quest`` only).
+
+    Raises:
+      ValueError: a value outside these, or at first use a budget below a page.
+
+    Every field is static: changing one recompiles.
+    """
+
+    budget: int
+    variant: Variant = "quest"
+    ranking: Ranking = "box"
+    beta: float = 0.5
+    reduce: Reduce = "mean"
+    dense_layers: int = 2
+    sink_pages: int = 1
+
+    def __post_init__(self):
+        for name, least in (("budget", 1), ("dense_layers", 0), ("sink_pages", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Quest: expected {name} to be an integer, got {value!r}.")
+            if value < least:
+                raise ValueError(f"Quest: expected {name} to be at least {least}, got {value}.")
+        for name, choices in (("variant", Variant), ("ranking", Ranking), ("reduce", Reduce)):
+            if getattr(self, name) not in choices.__args__:
+                known = ", ".join(repr(choice) for choice in choices.__args__)
+                raise ValueError(f"Quest: expected {name} to be one of {known}, got {getattr(self, name)!r}.")
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"Quest: expected beta in [0, 1] (0: middle of the box, 1: the bound), got {self.beta}.")
+
+    def check(self, page_size: int) -> None:
+        """Raises ValueError when the budget is below a page."""
+        if self.budget < page_size:
+            raise ValueError(
+                f"Quest: expected a budget of at least one page, {page_size} tokens, got {self.budget}; "
+                "raise the budget or take smaller pages (page_size=)."
+            )
+
+    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
+        """The first layers, and caches that can never hold more than the budget."""
+        # `sim` prunes within the budget too, down to 3 pages.
+        always_whole = pages <= 3 if self.variant == "sim" else pages * page_size <= self.budget
+        return layer < self.dense_layers or always_whole
+
+    def score(
+        self,
+        q: Float[Array, "B H D"],
+        meta: Float[Array, "B K P D2"],
+        lengths: Int[Array, "B"],
+        page_size: int,
+        implementation: str | None,
+    ) -> Float[Array, "B lists P"]:
+        """Scores every page; see the class."""
+        reduce: Reduce = "per_head" if self.variant == "sim" else self.reduce
+        beta = 1.0 if self.ranking == "box" else self.beta
+        in_op = reduce if reduce in ("mean", "max") else "none"
+        scores = page_scores(
+            q, meta, lengths, page_size=page_size, reduce=in_op, beta=beta, implementation=implementation
+        )
+        if reduce in ("mean", "max", "per_head"):
+            return scores
+        by_head = scores.reshape(q.shape[0], meta.shape[-3], -1, scores.shape[-1])  # [B, K, G, P]
+        live = by_head[:, :, 0] > -jnp.inf
+        if reduce == "sum_softmax":
+            shared = jax.nn.softmax(by_head * q.shape[-1] ** -0.5, axis=-1).sum(axis=2)
+        else:
+            # Rank of each page in each head's list (stable: the lower page first), then the turn at which the heads,
+            # picking one after the other, would take it.
+            order = jnp.argsort(by_head, axis=-1, descending=True, stable=True)
+            rank = jnp.argsort(order, axis=-1)
+            heads = jnp.arange(by_head.shape[2])[:, None]
+            shared = -(rank * by_head.shape[2] + heads).min(axis=2).astype(jnp.float32)
+        return jnp.where(live, shared, -jnp.inf)
+
+    def select(self, scores: Float[Array, "B lists P"], lengths: Int[Array, "B"], page_size: int) -> Selection:
+        """Takes the top pages; the lowest page wins a tie."""
+        pages = scores.shape[-1]
+        page = jnp.arange(pages)
+        used = -(-lengths // page_size)  # [B]
+        most = self.budget // page_size
+        if self.variant == "sim":
+            most = max(3, most)
+            width = min(most, pages)
+            count = jnp.maximum(3, jnp.minimum(self.budget, lengths) // page_size)
+        else:
+            # One more than fits when the budget is no multiple of a page: a row within the budget is read whole.
+            width = min(-(-self.budget // page_size), pages)
+            count = jnp.where(lengths <= self.budget, width, most)
+            # Forced pages enter by score, the current page above the sink: with a budget of one page it is the one.
+            sinks = self.sink_pages if self.variant == "quest" else 0
+            largest = float(jnp.finfo(jnp.float32).max)
+            scores = jnp.minimum(scores, largest / 2)  # a bound that overflowed does not push out a forced page
+            scores = jnp.where((page < sinks) & (scores > -jnp.inf), largest, scores)
+            scores = jnp.where(page == (used - 1)[:, None, None], jnp.inf, scores)
+        count = jnp.minimum(count, used)
+        best = lax.top_k(scores, width)[1]
+        taken = jnp.arange(width) < count[:, None, None]
+        # Ascending, the dead at the end; they stay in range because they are gathered all the same.
+        ascending = jnp.sort(jnp.where(taken, best, pages), axis=-1)
+        counts = jnp.broadcast_to(count[:, None], scores.shape[:2]).astype(jnp.int32)
+        return Selection(jnp.minimum(ascending, pages - 1).astype(jnp.int32), counts)

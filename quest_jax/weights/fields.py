@@ -1,0 +1,72 @@
+"""Typed access to the values of a parsed config file."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_REQUIRED = object()
+_LIMIT = 2**31
+
+
+class Fields:
+    """Values by key, each checked for its type; ``null`` counts as absent.
+
+    Every method takes the key and a default, and raises ValueError naming the file and the key when the value has
+    another type, is out of range, or is absent without a default.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self._values, self._where = values, where
+
+    def integer(self, key: str, default: Any = _REQUIRED) -> Any:
+        """An integer in ``[0, 2**31)``; not a float and not a truth value."""
+        value = self._get(key, default)
+        if value is default or (type(value) is int and 0 <= value < _LIMIT):
+            return value
+        raise self._error(key, "an integer of at least 0 and below 2**31", value)
+
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A finite number, as float."""
+        value = self._get(key, default)
+        if value is default:
+            return value
+        if type(value) is int and abs(value) < 2**63:
+            return float(value)
+        if type(value) is float and math.isfinite(value):
+            return value
+        raise self._error(key, "a finite number", value)
+
+    def flag(self, key: str, default: Any = _REQUIRED) -> Any:
+        """True or False."""
+        value = self._get(key, default)
+        if value is default or isinstance(value, bool):
+            return value
+        raise self._error(key, "true or false", value)
+
+    def text(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A string."""
+        value = self._get(key, default)
+        if value is default or isinstance(value, str):
+            return value
+        raise self._error(key, "a string", value)
+
+    def ids(self, key: str) -> tuple[int, ...] | None:
+        """Token ids, given as one integer or a list of them, without repetitions; None when absent."""
+        value = self._get(key, None)
+        if value is None:
+            return None
+        items = value if isinstance(value, list) else [value]
+        if not all(type(item) is int and 0 <= item < _LIMIT for item in items):
+            raise self._error(key, "a token id or a list of them", value)
+        return tuple(dict.fromkeys(items))
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ValueError(f"{self._where}: the key {key!r} is missing.")
+        return default
+
+    def _error(self, key: str, expected: str, value: Any) -> ValueError:
+        return ValueError(f"{self._where}: {key}: expected {expected}, got {repr(value)[:80]}.")

@@ -1,0 +1,86 @@
+"""The rotary embedding of a Hugging Face config, in the spelling of transformers 4 and of 5.
+
+Version 4 has ``rope_theta`` and ``rope_scaling`` (with ``type`` or ``rope_type``), version 5 one dict
+``rope_parameters``. As in transformers: what the dict says wins over the top level, and the trained length that is
+not given is ``max_position_embeddings``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quest_jax.models.config import RopeConfig
+from quest_jax.weights.fields import Fields
+
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+"""Keys of a config that :func:`parse_rope` reads."""
+
+_DEFAULT_THETA = 10000.0
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_USED = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+}
+# The trained length is read by yarn and llama3, checked for dynamic and only informative for linear; the mark
+# ``finetuned`` of early YaRN checkpoints never had an effect.
+_ALLOWED = {kind: used | {"original_max_position_embeddings", "finetuned"} for kind, used in _USED.items()}
+
+
+def parse_rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
+    """Reads the RoPE of a config.
+
+    Args:
+      config: the whole ``config.json``.
+      max_positions: its ``max_position_embeddings``.
+      where: the file, for errors.
+
+    Raises:
+      NotImplementedError: an unknown RoPE type, or a partial rotation.
+      ValueError: a value out of range, a missing or unknown key, or two that contradict each other.
+    """
+    values = _chosen(config, where)
+    fields = Fields(values, f"{where}: RoPE")
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind not in _USED:
+        raise NotImplementedError(f"{where}: RoPE type: expected one of {', '.join(_USED)}, got {kind!r}.")
+    unknown = sorted(key for key in values if key not in _COMMON | _ALLOWED[kind] and values[key] is not None)
+    if unknown:
+        raise ValueError(f"{where}: RoPE type {kind!r} has no key {unknown[0]!r}; it reads {sorted(_USED[kind])}.")
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise NotImplementedError(f"{where}: partial_rotary_factor: expected 1, got {values['partial_rotary_factor']}.")
+
+    top = Fields(config, where)
+    given = fields.integer("original_max_position_embeddings", 0)
+    trained = top.integer("original_max_position_embeddings", 0) or given or max_positions
+    if kind == "dynamic" and trained != max_positions:
+        raise ValueError(
+            f"{where}: dynamic RoPE is defined by max_position_embeddings ({max_positions}), "
+            f"but original_max_position_embeddings is {trained}; make them equal."
+        )
+    arguments = {name: fields.number(name) for name in _USED[kind] - {"truncate"} if values.get(name) is not None}
+    if kind == "yarn":
+        arguments.setdefault("factor", max_positions / trained)
+        arguments["truncate"] = fields.flag("truncate", True)
+    for name in {"linear": ["factor"], "dynamic": ["factor"], "llama3": sorted(_USED["llama3"])}.get(kind, []):
+        if name not in arguments:
+            raise ValueError(f"{where}: RoPE type {kind!r} needs the key {name!r}.")
+    if kind in ("dynamic", "yarn", "llama3"):
+        arguments["original_max_positions"] = trained
+    theta = fields.number("rope_theta", top.number("rope_theta", _DEFAULT_THETA))
+    try:
+        return RopeConfig(theta=theta, kind=kind, **arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _chosen(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The one dict that describes the rotation."""
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    for name, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{where}: {name}: expected an object or null, got {value!r:.80}.")
+    if old and new and old != new:
+        raise ValueError(f"{where}: rope_scaling and rope_parameters contradict each other; keep one of them.")
+    return old or new or {}

@@ -1,0 +1,185 @@
+"""The ``quest-jax`` command, on a tiny random model."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quest_jax import cli, generate, load, load_tokenizer
+from tests.imports import ROOT
+from tests.tiny_model import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command; returns exit code, stdout and stderr."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def expected_text(model: str, prompt: str, **options) -> str:
+    tokenizer = load_tokenizer(model)
+    out = generate(load(model), [tokenizer.encode(prompt)], **options)
+    return tokenizer.decode(out.tokens[0, : out.lengths[0]].tolist())
+
+
+def test_generate_prints_the_continuation_and_numbers_apart(run, model):
+    code, out, err = run("generate", "--model", model, "--prompt", "Call me", "--max-new-tokens", 12)
+    assert code == 0
+    assert out == expected_text(model, "Call me", max_new_tokens=12) + "\n"
+    assert err.startswith("7 prompt tokens in ")
+    assert "12 new tokens" in err and "ms per token" in err
+    assert "\x1b" not in out + err  # no colours or bars where nobody watches
+
+
+def test_the_prompt_may_come_from_a_file_or_a_pipe(run, model, tmp_path, monkeypatch):
+    options = ("generate", "--model", model, "--max-new-tokens", 6)
+    _, wanted, _ = run(*options, "--prompt", "naïve whale")
+    (tmp_path / "prompt.txt").write_text("naïve whale", encoding="utf-8")
+    assert run(*options, "--prompt-file", tmp_path / "prompt.txt")[1] == wanted
+    monkeypatch.setattr(sys, "stdin", io.StringIO("naïve whale"))
+    assert run(*options)[1] == wanted
+
+
+def test_options_reach_the_generation(run, model):
+    options = ("generate", "--model", model, "--prompt", "a " * 100, "--max-new-tokens", 20)
+    _, greedy, _ = run(*options)
+    _, sparse, _ = run(*options, "--budget", 32, "--page-size", 8)
+    assert sparse == expected_text(model, "a " * 100, max_new_tokens=20, budget=32, page_size=8) + "\n"
+    sampled = [run(*options, "--temperature", 2.0, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert run(*options, "--temperature", 2.0, "--top-k", 1)[1] == greedy
+    assert run(*options, "--temperature", 2.0, "--top-p", 1e-6)[1] == greedy
+    assert run(*options, "--stop", greedy[3:5])[1] == greedy[: greedy.index(greedy[3:5])] + "\n"
+    assert run(*options, "--dtype", "bfloat16")[0] == 0
+
+
+def test_chat_wraps_the_prompt(run, model):
+    options = ("generate", "--model", model, "--prompt", "Hi", "--max-new-tokens", 6)
+    chat = run(*options, "--chat", "--system", "Be brief.")[1]
+    assert chat == expected_text(model, "[system]Be brief.\n[user]Hi\n[assistant]", max_new_tokens=6) + "\n"
+    assert run(*options, "--chat")[1] == expected_text(model, "[user]Hi\n[assistant]", max_new_tokens=6) + "\n"
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("generate", "--model", "no/such/model", "--prompt", "a"), "no such model"),
+    (("generate", "--prompt", "a", "--prompt-file", "b"), "expected --prompt or --prompt-file, got both"),
+    (("generate", "--prompt", "a", "--system", "b"), "add --chat"),
+    (("generate", "--prompt-file", "no-such-file"), "no-such-file"),
+    (("generate", "--model", "MODEL", "--prompt", "a", "--budget", "3"), "budget"),
+    (("generate", "--model", "MODEL", "--prompt", "a", "--top-p", "7"), "top_p"),
+    (("generate", "--model", "MODEL", "--prompt", "a", "--temperature", "nan"), "temperature"),
+    (("generate", "--model", "MODEL", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens"),
+    (("generate", "--model", "MODEL", "--prompt", ""), "tokens: expected at least one token"),
+    (("demo", "--model", "MODEL", "--depth", "2"), "depth"),
+    (("demo", "--model", "MODEL", "--tokens", "9"), "tokens: expected"),
+    (("demo", "--model", "MODEL", "--tokens", "6000"), "4096 positions"),
+    (("demo", "--model", "MODEL", "--budgets", "8"), "budget"),
+    (("demo", "--model", "MODEL", "--answer", "whale"), "already holds the answer"),
+    (("eval", "passkey", "--model", "MODEL", "--tokens", "9"), "n_tokens: expected"),
+    (("eval", "passkey", "--model", "MODEL", "--tokens", "1500", "--cases", "0"), "n_cases"),
+])  # fmt: skip
+def test_what_a_caller_gets_wrong_is_one_line(run, model, arguments, says):
+    code, out, err = run(*(model if argument == "MODEL" else argument for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("quest-jax: error: ") and says in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("generate", "--bogus", "1"), ("dance",), ("generate", "--budget", "many")])
+def test_unknown_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert ended.value.code == 2
+    assert "quest-jax" in capsys.readouterr().err
+
+
+def test_a_missing_terminal_library_comes_with_its_command(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert run("doctor") == (2, "", 'quest-jax: error: the command line needs tyro; pip install "quest-jax[cli]"\n')
+
+
+def test_no_prompt_at_a_terminal_is_refused(run, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    code, _, err = run("generate")
+    assert code == 2 and "expected a prompt, got none" in err
+
+
+def test_ctrl_c_ends_cleanly(run, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Doctor, "run", interrupt)
+    assert run("doctor") == (130, "", "\nquest-jax: interrupted\n")
+
+
+def test_errors_of_the_library_itself_are_not_hidden(run, monkeypatch):
+    def fail(self):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli.Doctor, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        run("doctor")
+
+
+def test_a_reader_that_has_gone_ends_the_command_quietly(model):
+    command = [sys.executable, "-c", "import sys; from quest_jax import cli; sys.exit(cli.main(sys.argv[1:]))"]
+    command += ["generate", "--model", model, "--prompt", "a", "--max-new-tokens", "400"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == cli.BROKEN_PIPE
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["generate", "--help"]])
+def test_help_and_version_load_no_command(arguments):
+    code = f"""if True:
+        import sys
+        from quest_jax import cli
+        try:
+            ended = cli.main({arguments})
+        except SystemExit as stop:
+            ended = stop.code
+        assert ended == 0, ended
+        loaded = [name for name in ("quest_jax.demo", "quest_jax.evals", "quest_jax.doctor") if name in sys.modules]
+        assert not loaded, loaded
+    """
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "quest-jax" in result.stdout
+
+
+def test_doctor_prints_json(run):
+    code, out, err = run("doctor", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["ops"]["page_attention"]["uses"] == "xla"
+    assert "page_attention" in run("doctor")[1]
+
+
+def test_eval_passkey_prints_a_table(run, model):
+    code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
+                         "--budgets", 64, 2048)  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "passkey, 3 prompts of 1000 tokens" in out
+    assert all(name in out for name in ("dense", "Quest 64", "Quest 2048"))
