@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -102,6 +103,8 @@ def prefill(
     page_size, chunk = as_size("page_size", page_size), as_size("chunk", chunk)
     policy = as_policy(budget, policy, page_size)
     sampler = make_sampler(temperature, top_k, top_p)
+    if top_k is not None and top_k > config.vocab_size:
+        raise ValueError(f"top_k: expected at most the vocabulary, {config.vocab_size}, got {top_k}.")
     traced = is_traced(params, tokens, lengths)
     if not traced:
         tokens, lengths = as_batch(tokens, lengths, config.vocab_size)
@@ -225,12 +228,14 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
 
 def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
     """Returns a random key a row, from one seed for all or one for each."""
-    seeds = jnp.asarray(seed)
+    seeds = seed if is_traced(seed) else np.asarray(seed)
     if not jnp.issubdtype(seeds.dtype, jnp.integer) or seeds.shape not in ((), (batch,)):
         raise ValueError(f"seed: expected an integer, or {batch} of them, one a row, got {seed!r}.")
     # A seed of its own gives a row the key that it has as row 0 of a batch of one.
     rows = jnp.arange(batch) if seeds.ndim == 0 else jnp.zeros(batch, int)
-    return jax.vmap(lambda s, row: jax.random.fold_in(jax.random.key(s), row))(jnp.broadcast_to(seeds, batch), rows)
+    return jax.vmap(lambda s, row: jax.random.fold_in(jax.random.key(s), row))(
+        jnp.broadcast_to(jnp.asarray(seeds), batch), rows
+    )
 
 
 def _prefill_chunk(params, state, tokens, start, lengths):

@@ -136,9 +136,10 @@ def stream(
     stop = _as_stop(stop, tokenizer)
     if is_traced(params, tokens, options):
         raise ValueError("stream: works on the host, got traced arguments; use generate inside jit.")
+    batch, _ = as_batch(tokens, options.get("lengths"), params.config.vocab_size)
+    if len(batch) != 1:
+        raise ValueError(f"stream: expected one prompt, got {len(batch)}; use generate for a batch.")
     state = _start(params, tokens, max_new_tokens, options)
-    if len(state.done) != 1:
-        raise ValueError(f"stream: expected one prompt, got {len(state.done)}; use generate for a batch.")
     return _stream(params, state, max_new_tokens, tokenizer, stop)
 
 

@@ -30,9 +30,9 @@ class _Rewrite(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.expr = _filtered("=content", node.expr)
-        for operand in node.ops:
-            operand.expr = _filtered("=content", operand.expr)
+        for side in (node, *node.ops):
+            if not isinstance(side.expr, nodes.Const):
+                side.expr = _filtered("=content", side.expr)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:

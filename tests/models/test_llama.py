@@ -188,6 +188,13 @@ def test_bfloat16_is_close_to_float32_and_says_its_dtypes(config):
     assert 1e-5 < np.sqrt(np.mean(error**2)) < 0.05 * np.std(exact)
 
 
+def test_norms_of_bfloat16_are_rounded_once():
+    """Squares, mean and root in float32: equal to the float32 norm of the same numbers, rounded at the end."""
+    x, weight = jax.random.normal(jax.random.key(0), (2, 64, 96), jnp.bfloat16)
+    exact = llama._rms_norm(x.astype(jnp.float32), weight[0].astype(jnp.float32), 1e-5)
+    np.testing.assert_array_equal(llama._rms_norm(x, weight[0], 1e-5), exact.astype(jnp.bfloat16))
+
+
 def test_an_attend_that_answers_in_float32_keeps_the_residual_bfloat16():
     weights = make_weights(dtype=jnp.bfloat16)
     hidden, _ = apply(weights, CONFIG, TOKENS, POSITIONS, lambda i, q, k, v, s: (q.astype(jnp.float32), s), None)

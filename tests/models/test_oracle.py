@@ -23,7 +23,7 @@ TOLERANCE = 2e-3
 
 @pytest.fixture(scope="module")
 def logits_of():
-    """name -> logits float32 [T, V]; short prompts share one compiled length, as padding behind them changes nothing."""
+    """name -> logits float32 [T, V]; short prompts share one compiled length: padding behind changes nothing."""
     params = load("smollm2-135m", dtype=jnp.float32)
 
     @functools.cache
