@@ -19,7 +19,7 @@ from quest_jax.policies.base import Dense, Policy
 
 
 class PageReads(struct.PyTreeNode):
-    """What attention read, counted from the selection that was attended; ``[layers, B]`` for the last call of each layer.
+    """What attention read, counted from what was attended; ``[layers, B]`` is the last call of each layer.
 
     Attributes:
       read: int32, pages of keys and values, summed over the lists (per KV head, or per query head).

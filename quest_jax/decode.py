@@ -22,11 +22,7 @@ from quest_jax.memory import check_memory
 from quest_jax.models import llama
 from quest_jax.params import Params
 from quest_jax.policies.base import Policy
-from quest_jax.sampling import Greedy, Sample, make_sampler, sample
-
-NO_TOKEN = -1
-"""Stands in token arrays where a finished row has nothing."""
-
+from quest_jax.sampling import NO_TOKEN, Greedy, Sample, make_sampler, sample
 
 class DecodeState(struct.PyTreeNode):
     """Where a batch of generations stands.
@@ -34,7 +30,7 @@ class DecodeState(struct.PyTreeNode):
     Attributes:
       attention: the cache and what it reads.
       logits: float32 ``[B, V]``, of each row's next token.
-      done: bool ``[B]``, rows that have ended: an eos id was sampled, or the cache is full.
+      done: bool ``[B]``, rows that have ended: an eos id was sampled, the cache is full, or the logits are NaN.
       keys: random key of each row.
       eos: int32 ``[n]``, ids that end a row; -1 for none.
       sampler: how tokens are drawn; temperature and top_p are arrays in it.
@@ -179,7 +175,8 @@ def decode_step(params: Params, state: DecodeState) -> tuple[DecodeState, Int[Ar
     token = sample(state.sampler, state.logits, keys[:, 1])
     token = jnp.where(state.done, NO_TOKEN, token)
     full = state.lengths >= state.attention.cache.capacity
-    done = state.done | jnp.isin(token, state.eos) | full
+    # No token from a row that had not ended: its logits are NaN, and it ends here.
+    done = state.done | jnp.isin(token, state.eos) | (token == NO_TOKEN) | full
     state = _feed(params, state.replace(keys=keys[:, 0], done=done), token, ~done)
     return state, token
 

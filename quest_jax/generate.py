@@ -11,9 +11,10 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from quest_jax.attention import init_reads
-from quest_jax.decode import NO_TOKEN, DecodeState, decode_step, prefill
+from quest_jax.decode import DecodeState, decode_step, prefill
 from quest_jax.inputs import as_batch, as_size, is_traced
 from quest_jax.params import Params
+from quest_jax.sampling import NO_TOKEN
 from quest_jax.stats import DecodeStats, make_stats
 from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer
 
@@ -70,6 +71,7 @@ def generate(
     Raises:
       TypeError, ValueError: input out of range, before anything is compiled.
       MemoryError: the cache does not fit.
+      FloatingPointError: the model's logits are NaN (inside ``jit`` the row just ends).
 
     Works inside ``jax.jit`` too (without ``stop``), as one program. Recompiles as :func:`prefill` does, and inside
     ``jit`` for another ``max_new_tokens``.
@@ -100,6 +102,7 @@ def generate(
         new = np.array(new)[:, :limit]
         if matchers:
             state = state.replace(done=state.done | jnp.asarray(_cut(matchers, new)))
+        _check_finite(state)
         blocks.append(new)
         reads.append(read)
         made += limit
@@ -148,6 +151,7 @@ def _stream(params, state, max_new_tokens, tokenizer, stop):
     eos = set(state.eos.tolist())
     for _ in range(max_new_tokens):
         state, new, _ = _decode_block_jit(params, state, jnp.int32(1), _BLOCK)
+        _check_finite(state)
         token = int(new[0, 0])
         text = matcher.push(token) if matcher and token not in eos else ""
         yield Chunk(token, text)
@@ -194,6 +198,15 @@ def _decode_block(params: Params, state: DecodeState, limit: Any, block: int):
 
 
 _decode_block_jit = jax.jit(_decode_block, static_argnums=3, donate_argnums=1)
+
+
+def _check_finite(state: DecodeState) -> None:
+    rows = np.flatnonzero(np.isnan(state.logits).any(axis=1))
+    if rows.size:
+        raise FloatingPointError(
+            f"expected numbers for logits, got NaN in row {rows[0]}; are the weights finite? float16 activations "
+            "overflow in some models: load bfloat16 or float32."
+        )
 
 
 class _Matcher:

@@ -261,3 +261,12 @@ def test_any_page_size_gives_the_same_dense_tokens(page_size):
     for budget in (None, 2048):
         out = generate(params, PROMPTS[:2], max_new_tokens=8, page_size=page_size, budget=budget)
         assert out.tokens.tolist() == expected
+
+
+def test_nan_logits_are_an_error_not_an_answer():
+    params = tiny()
+    broken = params.replace(weights=params.weights | {"norm": params.weights["norm"].at[0].set(jnp.nan)})
+    with pytest.raises(FloatingPointError, match="NaN in row 0"):
+        generate(broken, [PROMPTS[1]], max_new_tokens=3)
+    inside = jax.jit(lambda p: generate(p, jnp.asarray([PROMPTS[1]]), max_new_tokens=3).lengths)(broken)
+    assert inside.tolist() == [0]

@@ -152,22 +152,25 @@ def run(
             f"passkey: expected cases, policies and a batch of at least 1, got {len(cases)}, {len(policies)}, {batch}."
         )
     room = max(case.n_tokens for case in cases) + ANSWER_TOKENS
+    rows = min(batch, len(cases))
     answers: dict[str, list[str]] = {name: [] for name in policies}
     read, dense = dict.fromkeys(policies, 0), dict.fromkeys(policies, 0)
-    for start in range(0, len(cases), batch):
-        part = cases[start : start + batch]
-        # Rows repeated to fill the last batch cost less than another compile.
-        rows = [*part, *[part[-1]] * (min(batch, len(cases)) - len(part))]
-        contexts = [list(case.context_ids) for case in rows]
-        state = prefill(params, contexts, capacity=room, page_size=page_size, eos_token_ids=())
+    for start in range(0, len(cases), rows):
+        part = cases[start : start + rows]
+        # Cases repeated to fill the last batch cost less than compiling for another size.
+        filled = [*part, *[part[-1]] * (rows - len(part))]
+        tails = [case.tail_ids for case in filled]
+        state = prefill(
+            params, [list(case.context_ids) for case in filled], capacity=room, page_size=page_size, eos_token_ids=()
+        )
         for name, policy in policies.items():
-            tails = [case.tail_ids for case in rows]
             found = ask(params, replace_policy(state, policy=policy), tails, ANSWER_TOKENS)
             answers[name] += [tokenizer.decode(ids.tolist()) for ids in found.tokens[: len(part)]]
             read[name] += int(found.stats.bytes_read()[..., : len(part)].sum())
             dense[name] += int(found.stats.bytes_dense()[..., : len(part)].sum())
             if progress is not None:
                 progress(sum(map(len, answers.values())), len(cases) * len(policies))
+        del state  # before the next one: a cache of several long prompts is large
     return {name: _judge(cases, answers[name], read[name] / dense[name]) for name in policies}
 
 

@@ -4,9 +4,9 @@ import os
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
-from quest_jax.tokenizer.tokenizer import Tokenizer, surround
+from quest_jax.tokenizer.tokenizer import Tokenizer
 from quest_jax.weights.fields import Fields
 from quest_jax.weights.gguf import read_metadata
 
@@ -60,7 +60,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     behind = ["eos_token"] if fields.flag("tokenizer.ggml.add_eos_token", False) else []
     if not ids.keys() >= {*in_front, *behind}:
         raise ValueError(f"{path}: a begin or end token is to be added to every text, but the file gives no id for it.")
-    surround(backend, [tokens[ids[name]] for name in in_front], [tokens[ids[name]] for name in behind])
+    _surround(backend, [tokens[ids[name]] for name in in_front], [tokens[ids[name]] for name in behind])
     return Tokenizer(
         backend,
         eos_token_ids=[token_id for key in _ENDS for token_id in fields.ids(f"tokenizer.ggml.{key}") or ()],
@@ -118,3 +118,12 @@ def _build_bpe(tokens: list[str], types: list[int], merges: list[tuple[str, str]
         ]
     )
     return backend
+
+
+def _surround(backend: tokenizers.Tokenizer, in_front: list[str], behind: list[str]) -> None:
+    """Makes ``encode`` put special tokens before and after every text."""
+    names = [*in_front, *behind]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*in_front, "$A", *behind],
+        special_tokens=[(name, backend.token_to_id(name)) for name in dict.fromkeys(names)],
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from quest_jax.tokenizer.tokenizer import Tokenizer, surround
+from quest_jax.tokenizer.tokenizer import Tokenizer
 from quest_jax.weights.fields import Fields
 from quest_jax.weights.strict_json import read_json
 
@@ -17,10 +17,10 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 def load_huggingface_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """Reads the tokenizer of a directory as ``save_pretrained`` writes it.
 
-    ``tokenizer.json`` is needed. Read when they are there: ``tokenizer_config.json`` and ``special_tokens_map.json``
-    (names of special tokens, whether begin and end tokens are added, the chat template), ``chat_template.jinja`` (wins
-    over the config), and ``generation_config.json`` or ``config.json`` (ids that end an answer, to which the
-    ``eos_token`` is added).
+    ``tokenizer.json`` is needed; as in transformers 5 it alone decides whether a begin token is put in front of a text.
+    Read when they are there: ``tokenizer_config.json`` and ``special_tokens_map.json`` (names of special tokens, chat
+    template), ``chat_template.jinja`` (wins over the config), and ``generation_config.json`` or ``config.json`` (ids
+    that end an answer, to which the ``eos_token`` is added).
 
     Raises:
       FileNotFoundError: no ``tokenizer.json``.
@@ -35,7 +35,6 @@ def load_huggingface_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
     # Those that are only named as special would otherwise not be found in text.
     backend.add_special_tokens([token for name, token in special_tokens.items() if ids[name] is not None])
-    _set_surroundings(backend, Fields(config, where), special_tokens, ids)
     eos = [*_read_eos_ids(directory), ids.get("eos_token")]
     return Tokenizer(
         backend,
@@ -73,16 +72,6 @@ def _read_special_tokens(config: dict[str, Any], where: str) -> dict[str, str]:
             raise ValueError(f"{where}: {name}: expected a string or an object with content, got {value!r:.80}.")
         tokens[name] = content
     return tokens
-
-
-def _set_surroundings(
-    backend: tokenizers.Tokenizer, fields: Fields, tokens: dict[str, str], ids: dict[str, int | None]
-) -> None:
-    """Makes ``encode`` add a begin and an end token when the config speaks of it; else tokenizer.json decides."""
-    flags = {name: fields.flag(f"add_{name}", None) for name in ("bos_token", "eos_token")}
-    if set(flags.values()) != {None}:
-        added = {name: [tokens[name]] if flag and ids.get(name) is not None else [] for name, flag in flags.items()}
-        surround(backend, added["bos_token"], added["eos_token"])
 
 
 def _read_eos_ids(directory: pathlib.Path) -> tuple[int, ...]:

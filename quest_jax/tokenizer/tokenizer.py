@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import tokenizers
-from tokenizers import processors
 
 from quest_jax.tokenizer.chat import render_template
 from quest_jax.tokenizer.pieces import Pieces
@@ -164,12 +163,3 @@ def check_id(token_id: Any) -> int:
             f"token id: expected at least 0, got {value}; sampling gives -1 where logits are NaN or all masked."
         )
     return value
-
-
-def surround(backend: tokenizers.Tokenizer, in_front: list[str], behind: list[str]) -> None:
-    """Makes ``encode`` put special tokens before and after every text."""
-    names = [*in_front, *behind]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*in_front, "$A", *behind],
-        special_tokens=[(name, backend.token_to_id(name)) for name in dict.fromkeys(names)],
-    )
