@@ -9,6 +9,7 @@ import tokenizers
 
 UNKNOWN = "\ufffd".encode()
 """Stands for an id without a token, such as the padded last rows of an embedding."""
+_END_OF_IDS = 1 << 32  # of the integer type the library takes
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SUPPORTED = "ByteLevel, Metaspace, or a sequence of Replace, ByteFallback, Fuse and Strip (left)"
 
@@ -54,7 +55,7 @@ class Pieces:
         """The bytes of one token; ``first`` for the first of a text."""
         if self._byte_level and token_id in self._added:
             return self._added[token_id]  # literal text, not byte-level characters
-        token = self._backend.id_to_token(token_id)
+        token = self._backend.id_to_token(token_id) if token_id < _END_OF_IDS else None
         if token is None:
             return UNKNOWN if first else self._separator + UNKNOWN
         if self._byte_level:

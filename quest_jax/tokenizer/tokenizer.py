@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
@@ -75,7 +75,9 @@ class Tokenizer:
         backend = self._backend if parse_special else self._literal_backend
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int] | np.ndarray | jax.Array, *, skip_special_tokens: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[SupportsIndex] | np.ndarray | jax.Array, *, skip_special_tokens: bool = False
+    ) -> str:
         """The text of some token ids.
 
         Bytes that are not UTF-8 become U+FFFD, and so does an id without a token (an embedding may have more rows than
@@ -154,12 +156,12 @@ def check_id(token_id: Any) -> int:
       TypeError: not an integer.
       ValueError: negative.
     """
-    try:
-        value = operator.index(token_id)
-    except TypeError as error:
-        raise TypeError(f"token id: expected an integer, got {token_id!r:.80}; pass one flat row of ids.") from error
+    if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+        raise TypeError(f"token id: expected an integer, got {repr(token_id)[:80]}; pass one flat row of ids.")
+    value = operator.index(token_id)
     if value < 0:
         raise ValueError(
-            f"token id: expected at least 0, got {value}; sampling gives -1 where logits are NaN or all masked."
+            f"token id: expected at least 0, got {value}; -1 marks the end of a generated row, so decode "
+            "tokens[row, :lengths[row]]."
         )
     return value

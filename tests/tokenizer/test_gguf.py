@@ -1,0 +1,113 @@
+"""Tokenizers of GGUF files: ids as llama.cpp gives them, and files that cannot be right."""
+
+import pytest
+
+from quest_jax.tokenizer import load_tokenizer
+from tests.tokenizer.vocabulary import metadata, prompts, recorded, small_metadata, write_gguf
+
+
+@pytest.fixture
+def load(tmp_path):
+    return lambda **changes: load_tokenizer(write_gguf(tmp_path / "model.gguf", metadata(**changes)))
+
+
+@pytest.fixture
+def load_small(tmp_path):
+    return lambda **changes: load_tokenizer(write_gguf(tmp_path / "model.gguf", small_metadata(**changes)))
+
+
+@pytest.mark.parametrize("prompt", prompts(), ids=lambda prompt: prompt["name"])
+def test_ids_of_the_reference_prompts(smollm2, prompt):
+    assert smollm2.encode(prompt["text"]) == prompt["ids"]
+    assert smollm2.decode(prompt["ids"]) == prompt["text"]
+    assert smollm2.decode(prompt["greedy_ids"]) == prompt["greedy_text"]
+
+
+@pytest.mark.parametrize("split", recorded()["ids"])
+def test_ids_of_hard_texts_equal_those_of_llama_cpp(load, split):
+    tokenizer = load(pre=split, add_bos_token=None)
+    found = [tokenizer.encode(text) for text in recorded()["texts"]]
+    assert dict(zip(recorded()["texts"], found, strict=True)) == dict(
+        zip(recorded()["texts"], recorded()["ids"][split], strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "same"), [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), (None, "default")])
+def test_other_names_of_a_split(load, name, same):
+    tokenizer = load(pre=name, add_bos_token=None)
+    assert [tokenizer.encode(text) for text in recorded()["texts"]] == recorded()["ids"][same]
+
+
+def test_what_the_file_says_about_special_tokens(smollm2):
+    assert smollm2.eos_token_ids == (2,)
+    assert smollm2.bos_token_id == 1
+    assert smollm2.vocab_size == 49152
+    assert smollm2.special_tokens == {
+        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>",
+    }  # fmt: skip
+    assert smollm2.encode("x")[0] != 1
+
+
+def test_every_end_token_counts(load_small):
+    tokenizer = load_small(eot_token_id=0, eom_token_id=2, eos_token_ids=[5, 2])
+    assert tokenizer.eos_token_ids == (2, 0, 5)
+
+
+def test_begin_and_end_tokens_are_added_when_the_file_says_so(load_small):
+    assert load_small(add_bos_token=True, add_eos_token=True).encode("ab") == [1, 5, 2]
+    assert load_small(add_bos_token=True).encode("ab", add_special_tokens=False) == [5]
+    assert load_small(pre="llama-bpe", add_bos_token=None).encode("ab") == [1, 5]
+    assert load_small(pre="llama-bpe", add_bos_token=False).encode("ab") == [5]
+
+
+def test_user_defined_tokens_are_found_in_text_but_are_not_special(load_small):
+    tokenizer = load_small(
+        tokens=["<|endoftext|>", "<a b>", "<|im_end|>", "a", "b", "ab"], token_type=[3, 4, 3, 1, 1, 1]
+    )
+    assert tokenizer.encode("ab<a b>ab") == [5, 1, 5]
+    assert tokenizer.decode([2, 1, 2], skip_special_tokens=True) == "<a b>"
+
+
+def test_an_added_token_is_text_not_byte_level_characters(load_small):
+    tokenizer = load_small(
+        tokens=["<|endoftext|>", "naïve", "<|im_end|>", "a", "b", "ab"], token_type=[3, 4, 3, 1, 1, 1]
+    )
+    assert tokenizer.decode(tokenizer.encode("abnaïve")) == "abnaïve"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(model=None), ValueError, "no tokenizer.ggml.model"),
+        (dict(model="llama"), NotImplementedError, "'gpt2'.*got 'llama'.*Hugging Face"),
+        (dict(model=7), ValueError, "tokenizer.ggml.model: expected a string"),
+        (dict(pre="tekken"), NotImplementedError, "expected tokenizer.ggml.pre to be one of gpt-2, .*got 'tekken'"),
+        (dict(tokens=None), ValueError, "tokenizer.ggml.tokens: expected a list of str, got None"),
+        (dict(tokens=[1, 2]), ValueError, "tokenizer.ggml.tokens: expected a list of str"),
+        (dict(merges=None), ValueError, "tokenizer.ggml.merges: expected a list of str"),
+        (dict(token_type=None), ValueError, "tokenizer.ggml.token_type: expected a list of int"),
+        (dict(token_type=[3, 3, 3, 1, 1]), ValueError, "one token_type for each of 6 tokens, got 5"),
+        (dict(tokens=["x", "y", "z", "a", "b", "a"]), ValueError, "expected each token once, got 1 of them again"),
+        (dict(merges=["a b c"]), ValueError, "merges of two tokens into a third, got 'a b c'"),
+        (dict(merges=["ab"]), ValueError, "merges of two tokens into a third"),
+        (dict(merges=["b a"]), ValueError, "merges of two tokens into a third"),
+        (dict(eos_token_id=6), ValueError, "eos_token: expected an id below 6, got 6"),
+        (dict(bos_token_id=None, add_bos_token=True), ValueError, "gives no id for it"),
+        (dict(bos_token_id=None, add_bos_token=None, pre="llama-bpe"), ValueError, "gives no id for it"),
+        (dict(add_bos_token="yes"), ValueError, "add_bos_token: expected true or false"),
+        ({"tokenizer.chat_template": 5}, ValueError, "chat_template: expected a string"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_files_that_cannot_be_used(load_small, changes, error, message):
+    assert load_small().encode("ab") == [5]
+    with pytest.raises(error, match=message):
+        load_small(**changes)
+
+
+@pytest.mark.slow
+def test_the_real_file():
+    tokenizer = load_tokenizer("smollm2-135m")
+    assert [tokenizer.encode(prompt["text"]) for prompt in prompts()] == [prompt["ids"] for prompt in prompts()]
+    assert [tokenizer.encode(text) for text in recorded()["texts"]] == recorded()["ids"]["smollm"]
+    assert tokenizer.eos_token_ids == (2,)

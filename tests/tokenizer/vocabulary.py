@@ -1,0 +1,61 @@
+"""SmolLM2's tokenizer without its model: GGUF files of the tokens the tests need, at the ids they have in the model."""
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+import gguf
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+
+
+@functools.cache
+def recorded() -> dict[str, Any]:
+    """The content of smollm2.json; not to be changed."""
+    return json.loads((FIXTURES / "tokenizer" / "smollm2.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def prompts() -> list[dict[str, Any]]:
+    """Reference prompts: ``name``, ``text``, ``ids``, ``greedy_ids``, ``greedy_text``."""
+    path = FIXTURES / "oracle" / "SmolLM2-135M-Instruct.Q4_1.json"
+    return json.loads(path.read_text(encoding="utf-8"))["prompts"]
+
+
+def metadata(**changes: Any) -> dict[str, Any]:
+    """The metadata of the file; ``changes`` by the last part of the key, None to leave one out."""
+    data = recorded()
+    tokens = [data["tokens"].get(str(i), f"[unused {i}]") for i in range(data["vocab_size"])]
+    types = [data["types"].get(str(i), 1 if str(i) in data["tokens"] else 5) for i in range(data["vocab_size"])]
+    return _merge({"tokens": tokens, "token_type": types, "merges": data["merges"]} | changes)
+
+
+def small_metadata(**changes: Any) -> dict[str, Any]:
+    """The same of a vocabulary of three control tokens, two letters and their pair; quick to write."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
+    return _merge({"tokens": tokens, "token_type": [3, 3, 3, 1, 1, 1], "merges": ["a b"]} | changes)
+
+
+def _merge(changes: dict[str, Any]) -> dict[str, Any]:
+    values = {key.removeprefix("tokenizer.ggml."): value for key, value in recorded()["metadata"].items()} | changes
+    prefixed = {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    return {key: value for key, value in prefixed.items() if value is not None}
+
+
+def write_gguf(path: pathlib.Path, values: dict[str, Any]) -> pathlib.Path:
+    """Writes a GGUF file of metadata alone."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
