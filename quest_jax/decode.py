@@ -24,6 +24,7 @@ from quest_jax.params import Params
 from quest_jax.policies.base import Policy
 from quest_jax.sampling import NO_TOKEN, Greedy, Sample, make_sampler, sample
 
+
 class DecodeState(struct.PyTreeNode):
     """Where a batch of generations stands.
 

@@ -254,7 +254,7 @@ def test_bfloat16_stays_close_to_float32():
     assert out.lengths.tolist() == [5, 5]
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 8, 32, 64])
+@pytest.mark.parametrize("page_size", [1, 8, 64])
 def test_any_page_size_gives_the_same_dense_tokens(page_size):
     params = tiny()
     expected = generate(params, PROMPTS[:2], max_new_tokens=8).tokens.tolist()
