@@ -4,7 +4,15 @@ See :func:`generate` for the whole job, :func:`prefill` and :func:`decode_step` 
 :func:`attend` for a model of your own.
 """
 
-from quest_jax.attention import AttentionState, attend, decode_attention, extend, init_attention, prefill_attention
+from quest_jax.attention import (
+    AttentionState,
+    PageReads,
+    attend,
+    decode_attention,
+    extend,
+    init_attention,
+    prefill_attention,
+)
 from quest_jax.cache import Cache, init_cache, rebuild_metadata
 from quest_jax.decode import DecodeState, decode_step, feed_tokens, prefill, replace_policy
 from quest_jax.generate import Chunk, Generation, generate, stream
@@ -30,6 +38,7 @@ __all__ = [
     "Generation",
     "Greedy",
     "LlamaConfig",
+    "PageReads",
     "Params",
     "Policy",
     "Quest",

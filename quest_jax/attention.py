@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -115,13 +116,17 @@ def init_reads(*shape: int) -> PageReads:
 def extend(state: AttentionState, n_new: Int[Array, "B"]) -> AttentionState:
     """Announces ``n_new`` tokens per row, which the following calls of :func:`attend` bring, once per layer.
 
-    A row takes no more than it has room for; rows may take none. Call it once before the model.
+    A row takes no more than it has room for; rows may take none. Call it once before the model: without it, ``attend``
+    is told of no tokens and writes none.
+
+    Raises:
+      ValueError: not an integer per row.
     """
-    lengths = state.cache.lengths
-    return state.replace(
-        starts=lengths,
-        cache=state.cache.replace(lengths=jnp.minimum(lengths + n_new, state.cache.capacity).astype(jnp.int32)),
-    )
+    lengths, n_new = state.cache.lengths, jnp.asarray(n_new)
+    if n_new.shape != lengths.shape or not jnp.issubdtype(n_new.dtype, jnp.integer):
+        raise ValueError(f"extend: expected {len(lengths)} integers, one a row, got {n_new.shape} of {n_new.dtype}.")
+    taken = jnp.clip(n_new, 0, state.cache.capacity - lengths)
+    return state.replace(starts=lengths, cache=state.cache.replace(lengths=(lengths + taken).astype(jnp.int32)))
 
 
 def attend(
@@ -143,6 +148,7 @@ def attend(
     Returns:
       the attention output, and the state to hand to the next layer.
     """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if q.shape[1] == 1:
         return decode_attention(layer, q, k, v, state)
     return prefill_attention(layer, q, k, v, state)
@@ -150,7 +156,7 @@ def attend(
 
 def prefill_attention(layer, q, k, v, state):
     """As :func:`attend`: every new token attends to all tokens before it, whatever the policy."""
-    cache, kv = _append(layer, k, v, state)
+    cache, kv = _append(layer, q, k, v, state)
     out, _ = page_attention(q, kv, state.starts, cache.lengths, cache.page_table, implementation=state.implementation)
     live = -(-cache.lengths // cache.page_size) * k.shape[2]
     nothing = jnp.zeros_like(live)
@@ -164,7 +170,7 @@ def decode_attention(layer, q, k, v, state):
     policy = state.policy
     if policy.is_dense(layer, state.cache.pages_per_row, state.cache.page_size):
         return prefill_attention(layer, q, k, v, state)
-    cache, kv = _append(layer, k, v, state)
+    cache, kv = _append(layer, q, k, v, state)
     scores = policy.score(q[:, 0], cache.meta[layer], cache.lengths, cache.page_size, state.implementation)
     selection = policy.select(scores, cache.lengths, cache.page_size)
     out, _ = page_attention(
@@ -178,10 +184,12 @@ def decode_attention(layer, q, k, v, state):
     return out, _record(state, layer, selection.counts.sum(axis=-1), used * k.shape[2], scored, whole)
 
 
-def _append(layer, k, v, state):
+def _append(layer, q, k, v, state):
     cache = state.cache
-    if not isinstance(layer, int) or not 0 <= layer < len(cache.kv):
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.kv):
         raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
+    if q.shape[:2] != k.shape[:2]:
+        raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
     kv, meta = append(
         cache.kv[layer], cache.meta[layer], k, v, state.starts, cache.lengths, cache.page_table,
         implementation=state.implementation,

@@ -4,11 +4,11 @@ One tuple entry per layer, not one stacked array: with the layers unrolled XLA t
 All functions are functional; donate the cache at your ``jit`` boundary and no step copies it.
 """
 
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -40,6 +40,12 @@ class Cache(struct.PyTreeNode):
     def pages_per_row(self) -> int:
         """[P] pages a row can have."""
         return self.meta[0].shape[-2]
+
+    @property
+    def model_shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads and head dim of the model it was made for."""
+        shape = pool_shape(self.kv[0])
+        return len(self.kv), shape.kv_heads, shape.head_dim
 
     @property
     def capacity(self) -> int:
@@ -79,7 +85,7 @@ def init_cache(
     sizes = dict(n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim, batch=batch, capacity=capacity)
     sizes["page_size"] = page_size
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"init_cache: expected {name} to be an integer of at least 1, got {size!r}.")
     if jnp.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
@@ -153,4 +159,4 @@ def page_nbytes(cache: Cache) -> int:
 
 def meta_nbytes(cache: Cache) -> int:
     """Returns the bytes of one page's metadata for one KV head."""
-    return math.prod(cache.meta[0].shape[-1:]) * cache.meta[0].dtype.itemsize
+    return cache.meta[0].shape[-1] * cache.meta[0].dtype.itemsize

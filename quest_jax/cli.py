@@ -1,7 +1,7 @@
 """The ``quest-jax`` command: generate, demo, doctor, eval.
 
-Options are frozen dataclasses, read by tyro; what a command needs is imported when it runs, so that ``--help`` and
-``--version`` are quick. Text that was asked for goes to stdout, everything about it to stderr.
+Options are frozen dataclasses, read by tyro; what only one command needs is imported when it runs. Text that was asked
+for goes to stdout, everything about it to stderr.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more on its way out; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except (ValueError, OSError, ImportError, MemoryError, RuntimeError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, RuntimeError, FloatingPointError) as error:
         print(f"quest-jax: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
 
@@ -94,6 +94,8 @@ class Generate:
     def run(self) -> int:
         """Streams the continuation."""
         prompt = self._read_prompt()
+        if not prompt:
+            raise ValueError("expected a prompt, got an empty text.")
         from quest_jax import load, load_tokenizer, stream
         from quest_jax.progress import counting, stderr_console, working
 
@@ -238,6 +240,9 @@ class Eval:
 
         budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
         policies = {"dense": None} | {f"Quest {budget}": Quest(budget=budget) for budget in budgets}
+        for policy in policies.values():
+            if policy is not None:
+                policy.check(self.page_size)
         console = stderr_console()
         with working(f"loading {self.model}", console):
             tokenizer = load_tokenizer(self.model)

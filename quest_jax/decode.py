@@ -1,23 +1,32 @@
 """The state of a generation, and the functions that advance it: prefill, one decode step, given tokens.
 
-Every function here works eagerly and inside a caller's ``jax.jit``. Eagerly, each is one compiled program per batch
-size and cache capacity; see :func:`prefill` for what recompiles.
+Every function here works eagerly and inside a caller's ``jax.jit``. Values are checked where they are known: inside
+``jit`` an id out of range gives a row without tokens, and what does not fit the cache is not written.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from quest_jax.attention import AttentionState, decode_attention, extend, init_attention, prefill_attention
 from quest_jax.cache import cache_nbytes
-from quest_jax.inputs import as_batch, as_eos, as_policy, as_size, bucket, is_traced
+from quest_jax.inputs import (
+    as_batch,
+    as_eos,
+    as_params,
+    as_policy,
+    as_seeds,
+    as_size,
+    bucket,
+    inside_jit,
+    is_traced,
+)
 from quest_jax.memory import check_memory
 from quest_jax.models import llama
 from quest_jax.params import Params
@@ -61,7 +70,7 @@ def prefill(
     temperature: Any = 0.0,
     top_k: int | None = None,
     top_p: Any = None,
-    seed: int | Sequence[int] = 0,
+    seed: Any = 0,
     eos_token_ids: Any = None,
     page_size: int = 16,
     chunk: int = 256,
@@ -96,14 +105,13 @@ def prefill(
     Recompiles for another batch size, capacity size, page size, chunk, policy, model or dtype; not for another prompt
     length, temperature, top_p, seed or eos.
     """
-    config = params.config
+    config = as_params(params).config
     page_size, chunk = as_size("page_size", page_size), as_size("chunk", chunk)
     policy = as_policy(budget, policy, page_size)
     sampler = make_sampler(temperature, top_k, top_p)
     if top_k is not None and top_k > config.vocab_size:
         raise ValueError(f"top_k: expected at most the vocabulary, {config.vocab_size}, got {top_k}.")
-    traced = is_traced(params, tokens, lengths)
-    if not traced:
+    if not is_traced(tokens, lengths):
         tokens, lengths = as_batch(tokens, lengths, config.vocab_size)
         longest = int(lengths.max())
     else:
@@ -111,7 +119,7 @@ def prefill(
         if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens: expected non-empty integer ids [B, T], got {tokens.shape} of {tokens.dtype}.")
         longest = tokens.shape[1]
-        lengths = jnp.full(tokens.shape[0], longest) if lengths is None else jnp.asarray(lengths)
+        lengths = jnp.clip(jnp.full(len(tokens), longest) if lengths is None else jnp.asarray(lengths), 0, longest)
     asked = longest + 256 if capacity is None else as_size("capacity", capacity)
     if asked < longest:
         raise ValueError(
@@ -122,6 +130,7 @@ def prefill(
     dtype = params.weights["embed"].dtype
     sizes = (config.n_layers, config.n_kv_heads, config.head_dim)
     room: dict[str, Any] = dict(batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype)
+    traced = inside_jit() or is_traced(params, tokens, lengths)
     if not traced:
         needed = cache_nbytes(*sizes, **room)
         what = f"the KV cache of {len(tokens)} x {capacity} tokens in {jnp.dtype(dtype).name}"
@@ -178,15 +187,15 @@ def decode_step(params: Params, state: DecodeState) -> tuple[DecodeState, Int[Ar
     full = state.lengths >= state.attention.cache.capacity
     # No token from a row that had not ended: its logits are NaN, and it ends here.
     done = state.done | jnp.isin(token, state.eos) | (token == NO_TOKEN) | full
-    state = _feed(params, state.replace(keys=keys[:, 0], done=done), token, ~done)
-    return state, token
+    return _feed(params, state.replace(keys=keys[:, 0], done=done), token, ~done), token
 
 
 def feed_tokens(params: Params, state: DecodeState, tokens: Any, *, lengths: Any = None) -> DecodeState:
     """Runs given tokens one at a time through the decode path, as if they had been generated.
 
     With a sparse policy this reads a question as sparsely as the answer is written (Quest's own evaluation does).
-    The state given stays usable: one prefilled context can take many questions.
+    The state given stays usable: one prefilled context can take many questions. A row that had ended goes on with the
+    tokens it is given, so a conversation can take its next turn.
 
     Args:
       params, state: as for :func:`decode_step`.
@@ -203,7 +212,8 @@ def feed_tokens(params: Params, state: DecodeState, tokens: Any, *, lengths: Any
     """
     if is_traced(params, state, tokens, lengths):
         tokens = jnp.asarray(tokens)
-        return _feed_all(params, state, tokens, jnp.asarray(tokens.shape[1] if lengths is None else lengths))
+        lengths = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
+        return _feed_all(params, state, tokens, lengths)
     tokens, lengths = as_batch(tokens, lengths, params.config.vocab_size)
     if len(tokens) != len(state.done):
         raise ValueError(f"feed_tokens: expected {len(state.done)} rows as in the state, got {len(tokens)}.")
@@ -226,14 +236,11 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
 
 def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
     """Returns a random key a row, from one seed for all or one for each."""
-    seeds = seed if is_traced(seed) else np.asarray(seed)
-    if not jnp.issubdtype(seeds.dtype, jnp.integer) or seeds.shape not in ((), (batch,)):
-        raise ValueError(f"seed: expected an integer, or {batch} of them, one a row, got {seed!r}.")
+    seeds = jnp.asarray(as_seeds(seed, batch))
     # A seed of its own gives a row the key that it has as row 0 of a batch of one.
     rows = jnp.arange(batch) if seeds.ndim == 0 else jnp.zeros(batch, int)
-    return jax.vmap(lambda s, row: jax.random.fold_in(jax.random.key(s), row))(
-        jnp.broadcast_to(jnp.asarray(seeds), batch), rows
-    )
+    seeds = jnp.broadcast_to(seeds, batch)
+    return jax.vmap(lambda s, row: jax.random.fold_in(jax.random.key(s), row))(seeds, rows)
 
 
 def _prefill_chunk(params, state, tokens, start, lengths):
@@ -250,6 +257,7 @@ _prefill_chunk_jit = jax.jit(_prefill_chunk, donate_argnames="state")
 
 def _feed(params, state, token, write):
     """Runs one decode step on ``token [B]`` in the rows where ``write``."""
+    token = jnp.where(write, token, 0)  # a row that has ended has no token; an id out of range stays what it is
     hidden, attention = _run(params, state, token[:, None], write.astype(jnp.int32), decode_attention, None)
     return _with_logits(params, state, attention, hidden[:, 0], write)
 
@@ -257,8 +265,11 @@ def _feed(params, state, token, write):
 def _feed_all(params, state, tokens, lengths):
     def step(t, state):
         token = lax.dynamic_index_in_dim(tokens, t, axis=1, keepdims=False)
-        return _feed(params, state, token, t < lengths)
+        full = state.lengths >= state.attention.cache.capacity
+        given = t < lengths
+        return _feed(params, state.replace(done=state.done | (given & full)), token, given & ~full)
 
+    state = state.replace(done=state.done & (lengths <= 0))
     return lax.fori_loop(0, lengths.max(), step, state)
 
 
@@ -266,11 +277,15 @@ _feed_all_jit = jax.jit(_feed_all)
 
 
 def _run(params, state, tokens, n_new, attend, rope_lengths):
+    config, cache = params.config, state.attention.cache
+    wanted, got = (config.n_layers, config.n_kv_heads, config.head_dim), cache.model_shape
+    if wanted != got:
+        raise ValueError(f"expected a state of a model with (layers, KV heads, head dim) {wanted}, got one of {got}.")
     attention = extend(state.attention, n_new)
     positions = attention.starts[:, None] + jnp.arange(tokens.shape[1])
     rope_lengths = attention.cache.lengths if rope_lengths is None else rope_lengths
     run = functools.partial(llama.apply, params.weights, params.config)
-    return run(jnp.maximum(tokens, 0), positions, attend, attention, rope_lengths=rope_lengths)
+    return run(tokens, positions, attend, attention, rope_lengths=rope_lengths)
 
 
 def _with_logits(params, state, attention, hidden, fresh):

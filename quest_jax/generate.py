@@ -1,5 +1,6 @@
 """Generation: read the prompts, then decode in one compiled loop."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jaxtyping import Array, Int
 
 from quest_jax.attention import init_reads
 from quest_jax.decode import DecodeState, decode_step, prefill
-from quest_jax.inputs import as_batch, as_size, is_traced
+from quest_jax.inputs import as_batch, as_params, as_size, inside_jit, is_traced
 from quest_jax.params import Params
 from quest_jax.sampling import NO_TOKEN
 from quest_jax.stats import DecodeStats, make_stats
@@ -83,14 +84,11 @@ def generate(
       >>> out.tokens.shape, out.lengths.tolist()
       ((2, 5), [5, 5])
     """
-    max_new_tokens = as_size("max_new_tokens", max_new_tokens)
-    stop = _as_stop(stop, tokenizer)
-    if is_traced(params, tokens, options):
+    max_new_tokens, stop = _check(params, max_new_tokens, stop, tokenizer, options)
+    if inside_jit() or is_traced(params, tokens, options):
         if stop:
             raise ValueError("stop: strings are matched on the host, got them inside jit; call generate outside it.")
-        longest = jnp.shape(tokens)[1] if jnp.ndim(tokens) == 2 else 0
-        options = {"capacity": longest + max_new_tokens, **options}
-        state = prefill(params, tokens, **options)
+        state = _start(params, tokens, max_new_tokens, options)
         state, new, reads = _decode_block(params, state, max_new_tokens, max_new_tokens)
         return Generation(new, (new != NO_TOKEN).sum(axis=1), make_stats(state, reads))
     state = _start(params, tokens, max_new_tokens, options)
@@ -135,9 +133,8 @@ def stream(
     Raises:
       as :func:`generate`, when called, not when first iterated.
     """
-    max_new_tokens = as_size("max_new_tokens", max_new_tokens)
-    stop = _as_stop(stop, tokenizer)
-    if is_traced(params, tokens, options):
+    max_new_tokens, stop = _check(params, max_new_tokens, stop, tokenizer, options)
+    if inside_jit() or is_traced(params, tokens, options):
         raise ValueError("stream: works on the host, got traced arguments; use generate inside jit.")
     batch, _ = as_batch(tokens, options.get("lengths"), params.config.vocab_size)
     if len(batch) != 1:
@@ -162,15 +159,19 @@ def _stream(params, state, max_new_tokens, tokenizer, stop):
 
 
 def _start(params, tokens, max_new_tokens, options) -> DecodeState:
-    batch, lengths = as_batch(tokens, options.get("lengths"), params.config.vocab_size)
-    needed = int(lengths.max()) + max_new_tokens
-    capacity = options.get("capacity")
+    lengths = options.get("lengths")
+    if is_traced(tokens, lengths):  # then the width of the array is all that is known
+        longest = jnp.shape(tokens)[1] if jnp.ndim(tokens) == 2 else 0
+    else:
+        tokens, lengths = as_batch(tokens, lengths, params.config.vocab_size)
+        longest = int(lengths.max())
+    needed, capacity = longest + max_new_tokens, options.get("capacity")
     if capacity is not None and as_size("capacity", capacity) < needed:
         raise ValueError(
-            f"capacity: expected at least {needed} (prompt {needed - max_new_tokens} + max_new_tokens "
-            f"{max_new_tokens}), got {capacity}."
+            f"capacity: expected at least {needed} (prompt {longest} + max_new_tokens {max_new_tokens}), "
+            f"got {capacity}."
         )
-    return prefill(params, batch, **options | {"lengths": lengths, "capacity": capacity or needed})
+    return prefill(params, tokens, **options | {"lengths": lengths, "capacity": capacity or needed})
 
 
 def _decode_block(params: Params, state: DecodeState, limit: Any, block: int):
@@ -239,8 +240,19 @@ def _cut(matchers: list[_Matcher], new: np.ndarray) -> np.ndarray:
     return np.array([matcher.stopped for matcher in matchers])
 
 
+def _check(params, max_new_tokens, stop, tokenizer, options) -> tuple[int, tuple[str, ...]]:
+    """Returns ``max_new_tokens`` and the stop strings; raises for what no later step would name well."""
+    as_params(params)
+    unknown = options.keys() - inspect.signature(prefill).parameters.keys()
+    if unknown:
+        raise TypeError(f"generate: expected the options of quest_jax.prefill, got {sorted(unknown)[0]!r}.")
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"tokenizer: expected quest_jax.load_tokenizer(...), got {type(tokenizer).__name__}.")
+    return as_size("max_new_tokens", max_new_tokens), _as_stop(stop, tokenizer)
+
+
 def _as_stop(stop, tokenizer) -> tuple[str, ...]:
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not isinstance(text, str) or not text for text in stop):
         raise ValueError(f"stop: expected non-empty strings, got {stop!r}.")
     if stop and tokenizer is None:

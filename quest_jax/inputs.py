@@ -5,14 +5,23 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
+from quest_jax.params import Params
 from quest_jax.policies.base import Dense, Policy
 from quest_jax.policies.quest import Quest
 
+_WRAP = "wrap a single prompt in a list: [tokens]"
+
+
+def inside_jit() -> bool:
+    """Says whether a ``jit`` around this call is tracing: then nothing that is computed has a value yet."""
+    return is_traced(jnp.zeros(()))
+
 
 def is_traced(*trees: Any) -> bool:
-    """Says whether any leaf has no value yet, that is, whether a ``jit`` around this call is tracing."""
+    """Says whether any leaf has no value yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
@@ -31,6 +40,8 @@ def as_batch(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np
     if isinstance(tokens, str | bytes) or (isinstance(tokens, Sequence) and any(isinstance(t, str) for t in tokens)):
         raise TypeError("tokens: expected integer ids [B, T], got text; encode it first, see quest_jax.load_tokenizer.")
     if isinstance(tokens, Sequence):
+        if tokens and all(isinstance(token, int | np.integer) for token in tokens):
+            raise ValueError(f"tokens: expected prompts [B, T], got one flat sequence of {len(tokens)}; {_WRAP}.")
         if lengths is not None:
             raise ValueError("lengths: a list of prompts has its own lengths; pass lengths only with a padded array.")
         rows = [_as_ids(row, f"tokens[{i}]", 1) for i, row in enumerate(tokens)]
@@ -63,10 +74,11 @@ def _as_ids(ids: Any, name: str, rank: int) -> np.ndarray:
         array = np.asarray(ids)
     except ValueError as error:
         raise ValueError(f"{name}: expected integer ids, got nested sequences of different lengths.") from error
-    hint = " wrap a single prompt in a list: [tokens]." if rank == 2 else " expected a flat sequence of ids."
     if array.ndim != rank:
         wanted = "[B, T]" if rank == 2 else "[T]"
-        raise ValueError(f"{name}: expected ids of shape {wanted}, got {array.shape};{hint}")
+        raise ValueError(
+            f"{name}: expected ids of shape {wanted}, got {array.shape}{f'; {_WRAP}' if rank == 2 else ''}."
+        )
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"{name}: expected integer ids, got {array.dtype}; convert them with .astype('int32').")
     return array.astype(np.int64)
@@ -81,6 +93,13 @@ def _as_lengths(lengths: Any, rows: int, width: int) -> np.ndarray:
     if array.size and (array.min() < 0 or array.max() > width):
         raise ValueError(f"lengths: expected values in [1, {width}], the width of tokens, got {array.tolist()}.")
     return array
+
+
+def as_params(params: Any) -> Params:
+    """Returns ``params``, or raises TypeError."""
+    if not isinstance(params, Params):
+        raise TypeError(f"params: expected what quest_jax.load returns, got {type(params).__name__}.")
+    return params
 
 
 def as_policy(budget: Any, policy: Any, page_size: int) -> Policy:
@@ -115,7 +134,7 @@ def as_size(name: str, value: Any) -> int:
     return int(value)
 
 
-def as_eos(eos_token_ids: Any, default: tuple[int, ...], vocab_size: int) -> np.ndarray:
+def as_eos(eos_token_ids: Any, default: tuple[int, ...], vocab_size: int) -> Any:
     """Returns the ids that end a row, int32, never empty; -1 stands for none.
 
     Args:
@@ -123,6 +142,8 @@ def as_eos(eos_token_ids: Any, default: tuple[int, ...], vocab_size: int) -> np.
       default: the model's own.
       vocab_size: ids must be below it.
     """
+    if is_traced(eos_token_ids):
+        return jnp.atleast_1d(jnp.asarray(eos_token_ids, jnp.int32))
     ids = default if eos_token_ids is None else eos_token_ids
     array = np.atleast_1d(np.asarray(ids if np.ndim(ids) == 0 or len(ids) else [-1]))
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -142,3 +163,22 @@ def bucket(tokens: int, multiple: int) -> int:
     units = -(-tokens // multiple)
     step = 1 << max(0, (units - 1).bit_length() - 3)
     return -(-units // step) * step * multiple
+
+
+def as_seeds(seed: Any, batch: int) -> Any:
+    """Returns one seed, or ``batch`` of them, as uint32.
+
+    Raises:
+      TypeError: no integers.
+      ValueError: another number of them, or outside ``[0, 2**32)``, where two seeds would be the same.
+    """
+    if is_traced(seed):
+        return jnp.asarray(seed)
+    seeds = np.asarray(seed)
+    if seeds.dtype.kind not in "iu":
+        raise TypeError(f"seed: expected an integer, or {batch} of them, got {seed!r}.")
+    if seeds.shape not in ((), (batch,)):
+        raise ValueError(f"seed: expected one integer, or {batch}, one a row, got {seeds.size}.")
+    if seeds.min() < 0 or seeds.max() >= 2**32:
+        raise ValueError(f"seed: expected integers in [0, 2**32), got {seed!r}.")
+    return seeds.astype(np.uint32)

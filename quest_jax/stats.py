@@ -1,6 +1,5 @@
 """What a generation read, in pages and bytes."""
 
-import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
@@ -50,4 +49,4 @@ class DecodeStats(struct.PyTreeNode):
 def make_stats(state: DecodeState, reads: PageReads) -> DecodeStats:
     """Joins the counts of all steps with the sizes of the cache they were counted on."""
     cache = state.attention.cache
-    return DecodeStats(jax.tree.map(lambda x: x, reads), page_nbytes(cache), meta_nbytes(cache))
+    return DecodeStats(reads, page_nbytes(cache), meta_nbytes(cache))

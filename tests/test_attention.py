@@ -137,6 +137,30 @@ def test_a_full_row_takes_no_more():
     state = quest_jax.extend(state, jnp.array([40]))
     assert int(state.cache.lengths[0]) == 32
     assert int(quest_jax.extend(state, jnp.array([1])).cache.lengths[0]) == 32
+    assert int(quest_jax.extend(state, jnp.array([2**31 - 1])).cache.lengths[0]) == 32
+    assert int(quest_jax.extend(state, jnp.array([-5])).cache.lengths[0]) == 32
+
+
+class OnlyTheLastPage(quest_jax.Policy):
+    """A policy as a user writes one: two methods."""
+
+    def score(self, q, meta, lengths, page_size, implementation):
+        pages = jnp.arange(meta.shape[2])
+        live = pages * page_size < lengths[:, None]
+        return jnp.broadcast_to(jnp.where(live, 1.0 * pages, -jnp.inf)[:, None], meta.shape[:3])
+
+    def select(self, scores, lengths, page_size):
+        best = jnp.argmax(scores, axis=-1)[..., None].astype(jnp.int32)
+        return quest_jax.Selection(best, jnp.ones(scores.shape[:2], jnp.int32))
+
+
+def test_a_policy_of_your_own_needs_two_methods():
+    qkv = draw(2, 100)
+    out, state = read(make(OnlyTheLastPage()), qkv, [99, 1], (100, 99))
+    assert state.reads.read.tolist() == [[KV_HEADS, 0]]
+    q, k, v = (np.asarray(x[0], np.float64) for x in qkv)
+    expected, _ = attention_float64(q[99, 0], k[:, 0], v[:, 0], np.arange(100) >= 96)
+    np.testing.assert_allclose(out[0, 99, 0], expected, atol=2e-6)
 
 
 def test_one_program_serves_every_length():
@@ -167,6 +191,10 @@ def test_one_program_serves_every_length():
         (lambda: quest_jax.attend(0, *draw(2, 1), make(implementation="cuda")), ValueError, "one of 'xla', got 'cuda'"),
         (lambda: quest_jax.attend(0, *draw(3, 1), make()), ValueError, r"\[2, T, 2, 16\]"),
         (lambda: quest_jax.decode_attention(0, *draw(2, 3), make()), ValueError, "one token per row, got 3"),
+        (lambda: quest_jax.attend(0, draw(2, 1)[0], *draw(2, 2)[1:], make()), ValueError, "same rows and tokens"),
+        (lambda: quest_jax.attend(0, draw(3, 1)[0], *draw(2, 1)[1:], make()), ValueError, "same rows and tokens"),
+        (lambda: quest_jax.extend(make(), jnp.array([1])), ValueError, "expected 2 integers, one a row"),
+        (lambda: quest_jax.extend(make(), jnp.array([1.5, 1.0])), ValueError, "expected 2 integers, one a row"),
     ],
 )
 def test_impossible_calls_are_refused(as_a_user, call, error, message):

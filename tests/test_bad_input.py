@@ -40,7 +40,7 @@ CALLS = [
     (lambda: generate(((1, 97),)), ValueError, r"ids in \[0, 97\), got 97 in row 0 at position 1"),
     (lambda: generate(((1,), (5, -3))), ValueError, "got -3 in row 1 at position 1"),
     (lambda: generate(((2**40,),)), ValueError, "got 1099511627776"),
-    (lambda: raw([1, 2, 3]), ValueError, r"tokens\[0\]: expected ids of shape \[T\]"),
+    (lambda: raw([1, 2, 3]), ValueError, r"one flat sequence of 3; wrap a single prompt in a list: \[tokens\]"),
     (lambda: raw(np.array([1, 2, 3])), ValueError, r"wrap a single prompt in a list: \[tokens\]"),
     (lambda: raw(np.zeros((1, 2, 3), int)), ValueError, r"\[B, T\], got \(1, 2, 3\)"),
     (lambda: raw(np.zeros((0, 3), int)), ValueError, "at least one token"),
@@ -53,6 +53,11 @@ CALLS = [
     (lambda: raw([[[1, 2], [3]]]), ValueError, "nested sequences of different lengths"),
     (lambda: raw(None), (TypeError, ValueError), "tokens"),
     (lambda: raw([None]), (TypeError, ValueError), "tokens"),
+    (
+        lambda: inspect.unwrap(quest_jax.generate)(tiny().weights, [[1]]),
+        TypeError,
+        "what quest_jax.load returns, got dict",
+    ),
     # lengths
     (lambda: raw(np.ones((2, 3), int), lengths=[1]), ValueError, "lengths: expected 2 integers"),
     (lambda: raw(np.ones((1, 3), int), lengths=[4]), ValueError, r"values in \[1, 3\]"),
@@ -93,7 +98,10 @@ CALLS = [
     (lambda: generate(temperature=1.0, top_k=1.5), TypeError, "top_k"),
     (lambda: generate(temperature=1.0, top_k=98), ValueError, "top_k"),
     (lambda: generate(temperature=1.0, seed="x"), (TypeError, ValueError), "seed"),
-    (lambda: generate(temperature=1.0, seed=[1, 2]), ValueError, "seed"),
+    (lambda: generate(temperature=1.0, seed=[1, 2]), ValueError, "seed: expected one integer, or 1, one a row, got 2"),
+    (lambda: generate(temperature=1.0, seed=1.5), TypeError, "seed: expected an integer"),
+    (lambda: generate(temperature=1.0, seed=2**32), ValueError, r"seed: expected integers in \[0, 2\*\*32\)"),
+    (lambda: generate(temperature=1.0, seed=-1), ValueError, r"seed: expected integers in \[0, 2\*\*32\)"),
     # ends
     (lambda: generate(eos_token_ids=[97]), ValueError, r"eos_token_ids: expected ids in \[0, 97\)"),
     (lambda: generate(eos_token_ids=[1.5]), TypeError, "eos_token_ids"),
@@ -101,7 +109,8 @@ CALLS = [
     (lambda: generate(stop=[""]), ValueError, "non-empty strings"),
     # names
     (lambda: generate(implementation="cuda"), ValueError, "one of 'xla', got 'cuda'"),
-    (lambda: generate(nucleus=0.5), TypeError, "nucleus"),
+    (lambda: generate(nucleus=0.5), TypeError, "options of quest_jax.prefill, got 'nucleus'"),
+    (lambda: generate(tokenizer="smollm2-135m"), TypeError, r"expected quest_jax.load_tokenizer\(...\), got str"),
     (lambda: quest_jax.stream(tiny(), [[1], [2]]), ValueError, "one prompt, got 2"),
     # configurations
     (lambda: RopeConfig(kind="longrope"), NotImplementedError, "'longrope'"),

@@ -83,13 +83,14 @@ def test_chat_wraps_the_prompt(run, model):
     (("generate", "--model", "MODEL", "--prompt", "a", "--top-p", "7"), "top_p"),
     (("generate", "--model", "MODEL", "--prompt", "a", "--temperature", "nan"), "temperature"),
     (("generate", "--model", "MODEL", "--prompt", "a", "--max-new-tokens", "0"), "max_new_tokens"),
-    (("generate", "--model", "MODEL", "--prompt", ""), "tokens: expected at least one token"),
+    (("generate", "--model", "MODEL", "--prompt", ""), "expected a prompt, got an empty text"),
     (("demo", "--model", "MODEL", "--depth", "2"), "depth"),
     (("demo", "--model", "MODEL", "--tokens", "9"), "tokens: expected"),
     (("demo", "--model", "MODEL", "--tokens", "6000"), "4096 positions"),
     (("demo", "--model", "MODEL", "--budgets", "8"), "budget"),
     (("demo", "--model", "MODEL", "--answer", "whale"), "already holds the answer"),
-    (("eval", "passkey", "--model", "MODEL", "--tokens", "9"), "n_tokens: expected"),
+    (("eval", "passkey", "--model", "MODEL", "--tokens", "9", "--budgets", "32"), "n_tokens: expected"),
+    (("eval", "passkey", "--model", "MODEL", "--budgets", "8"), "at least one page, 16 tokens, got 8"),
     (("eval", "passkey", "--model", "MODEL", "--tokens", "1500", "--cases", "0"), "n_cases"),
 ])  # fmt: skip
 def test_what_a_caller_gets_wrong_is_one_line(run, model, arguments, says):

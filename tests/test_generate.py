@@ -270,3 +270,53 @@ def test_nan_logits_are_an_error_not_an_answer():
         generate(broken, [PROMPTS[1]], max_new_tokens=3)
     inside = jax.jit(lambda p: generate(p, jnp.asarray([PROMPTS[1]]), max_new_tokens=3).lengths)(broken)
     assert inside.tolist() == [0]
+
+
+def test_inside_jit_settings_may_be_traced_and_prompts_known():
+    params = tiny()
+    eager = generate(params, PROMPTS[1:3], temperature=0.8, seed=5, eos_token_ids=[3], max_new_tokens=6)
+    run = jax.jit(
+        lambda t, s, e: generate(params, PROMPTS[1:3], temperature=t, seed=s, eos_token_ids=e, max_new_tokens=6).tokens
+    )
+    assert run(0.8, 5, jnp.array([3])).tolist() == eager.tokens.tolist()
+    state = prefill(params, [PROMPTS[0]])
+    fed = jax.jit(lambda s, t: quest_jax.feed_tokens(params, s, t))(state, jnp.array([PROMPTS[1]]))
+    np.testing.assert_allclose(fed.logits, quest_jax.feed_tokens(params, state, [PROMPTS[1]]).logits, atol=1e-5)
+
+
+def test_inside_jit_there_is_room_for_what_was_asked(as_a_user):
+    params, tokens = tiny(), jnp.asarray(PROMPTS[2:3])
+    run = jax.jit(lambda t: quest_jax.generate(params, t, max_new_tokens=300, capacity=None, chunk=16).lengths)
+    assert run(tokens).tolist() == [300]
+    with pytest.raises(ValueError, match="capacity: expected at least 333"):
+        jax.jit(lambda t: quest_jax.generate(params, t, max_new_tokens=300, capacity=40).lengths)(tokens)
+
+
+def test_inside_jit_an_id_out_of_range_gives_no_tokens():
+    params = tiny()
+    for wrong in (97, -1):
+        out = jax.jit(lambda t: generate(params, t, max_new_tokens=3))(jnp.array([[1, wrong, 2]]))
+        assert out.lengths.tolist() == [0] and out.tokens.tolist() == [[-1] * 3]
+
+
+def test_a_conversation_goes_on_after_eos():
+    params = tiny()
+    free = generate(params, [PROMPTS[0]], max_new_tokens=6)
+    eos = int(free.tokens[0, 2])
+    state = prefill(params, [PROMPTS[0]], eos_token_ids=[eos])
+    step = jax.jit(quest_jax.decode_step)
+    while not bool(state.done[0]):
+        state, _ = step(params, state)
+    turn = quest_jax.feed_tokens(params, state, [[eos, *PROMPTS[1]]])
+    assert not bool(turn.done[0])
+    _, token = step(params, turn)
+    said = free.tokens[0].tolist()
+    said = said[: said.index(eos) + 1]
+    whole = prefill(params, [PROMPTS[0] + said + PROMPTS[1]])
+    assert int(token[0]) == int(jnp.argmax(whole.logits[0]))
+
+
+def test_a_state_of_another_model_is_refused():
+    other = quest_jax.random_params(quest_jax.LlamaConfig(97, 48, 64, 2, 6, 2, 16, 4096))
+    with pytest.raises(ValueError, match=r"\(2, 2, 16\), got one of \(4, 2, 16\)"):
+        quest_jax.decode_step(other, prefill(tiny(), [PROMPTS[1]]))

@@ -23,14 +23,14 @@ class Selection(NamedTuple):
 class Policy:
     """Chooses the pages that a query reads. Frozen and hashable: a static argument under ``jit``.
 
-    A method is a subclass in a file of its own that overrides :meth:`is_dense`, :meth:`score` and :meth:`select`. The
-    base class reads everything.
+    A method is a subclass in a file of its own with :meth:`score` and :meth:`select`, and with :meth:`is_dense` where
+    some layers or caches are read whole.
     """
 
     def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
         """Says, before tracing, whether ``layer`` reads all of a cache of ``pages`` pages, unscored."""
         del layer, pages, page_size
-        return True
+        return False
 
     def check(self, page_size: int) -> None:
         """Raises ValueError when the method cannot work with pages of this size."""
@@ -45,13 +45,18 @@ class Policy:
         implementation: str | None,
     ) -> Float[Array, "B lists P"]:
         """Ranks pages for one query token per row; float32, ``-inf`` past the length."""
-        raise NotImplementedError(f"{type(self).__name__} reads every layer dense and scores nothing.")
+        raise NotImplementedError(f"{type(self).__name__} does not score pages; a policy defines score and select.")
 
     def select(self, scores: Float[Array, "B lists P"], lengths: Int[Array, "B"], page_size: int) -> Selection:
         """Picks pages by their scores."""
-        raise NotImplementedError(f"{type(self).__name__} reads every layer dense and selects nothing.")
+        raise NotImplementedError(f"{type(self).__name__} does not select pages; a policy defines score and select.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Policy):
     """Reads the whole cache: ordinary attention, the baseline of everything."""
+
+    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
+        """Always."""
+        del layer, pages, page_size
+        return True

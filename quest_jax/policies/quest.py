@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -61,7 +62,7 @@ class Quest(Policy):
     def __post_init__(self):
         for name, least in (("budget", 1), ("dense_layers", 0), ("sink_pages", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 raise TypeError(f"Quest: expected {name} to be an integer, got {value!r}.")
             if value < least:
                 raise ValueError(f"Quest: expected {name} to be at least {least}, got {value}.")

@@ -130,6 +130,16 @@ def test_a_row_does_not_depend_on_its_batch():
             np.testing.assert_array_equal(alone, out[one])
 
 
+def test_what_real_keys_say_is_not_hidden():
+    """NaN in a real token reaches the queries that see it, and no other row."""
+    case = Case(lengths=(20, 20))
+    filled, q = fill(case), queries(case, 3)
+    kv = jax.tree.map(lambda x: x.at[:, 0, 5].set(jnp.nan), filled.kv)
+    out, _ = page_attention(q, kv, jnp.array([4, 4]), filled.lengths)
+    nan = np.isnan(np.asarray(out)).all(axis=(2, 3)).tolist()
+    assert nan[0][1:] == [True, True] and nan[1] == [False] * 3
+
+
 def test_padded_queries_and_empty_rows_give_zeros():
     case = Case(lengths=(20, 0))
     filled, q = fill(case), queries(case, 6)

@@ -129,7 +129,7 @@ def merge(carry, q, keys, values, real, at, query):
 def finish(carry):
     """Returns ``(out, lse)`` of a softmax state; zeros and -inf where no key was seen."""
     top, total, out = carry
-    seen = total > 0
+    seen = total != 0  # true of NaN: what real keys say is not turned into zeros
     safe = jnp.where(seen, total, 1)
     return jnp.where(seen[..., None], out / safe[..., None], 0), jnp.where(seen, top + jnp.log(safe), -jnp.inf)
 
