@@ -78,6 +78,15 @@ def compiler_params(*semantics: Literal["parallel", "arbitrary"]) -> pltpu.Compi
     return pltpu.CompilerParams(dimension_semantics=semantics, disable_bounds_checks=True)
 
 
+def in_hbm(array: jax.Array, interpret: Any) -> jax.Array:
+    """Keeps an operand where it is.
+
+    XLA moves operands that it thinks worth it into vector memory ahead of a kernel: of the cache, that is a copy of all
+    of it for the sake of a few pages. A ``BlockSpec`` in HBM describes what the kernel sees and does not prevent it.
+    """
+    return array if interpret else pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
 def flat_scalars(array: Any) -> jax.Array:
     """An array or number as int32 for scalar memory, flat (a second axis would be padded to 128); None is a dummy."""
     return jnp.zeros(1, jnp.int32) if array is None else jnp.asarray(array, jnp.int32).reshape(-1)

@@ -100,8 +100,8 @@ def append(
         mosaic_tpu.flat_scalars(0 if layer is None else layer),
         mosaic_tpu.flat_scalars(page_table),
         new,
-        pool,
-        bounds,
+        mosaic_tpu.in_hbm(pool, interpret),
+        mosaic_tpu.in_hbm(bounds, interpret),
     )
     return pool.reshape(kv.shape), bounds.reshape(meta.shape)
 

@@ -163,7 +163,7 @@ def page_attention(
         mosaic_tpu.flat_scalars(pages),
         mosaic_tpu.flat_scalars(counts),
         tiled,
-        kv.reshape(-1, shape.page_size, 2 * dim),
+        mosaic_tpu.in_hbm(kv.reshape(-1, shape.page_size, 2 * dim), interpret),
     )
 
     def untile(x):

@@ -74,7 +74,7 @@ def page_scores(q, meta, lengths, *, page_size, reduce, beta, layer, block_pages
         jnp.asarray(lengths, jnp.int32),
         mosaic_tpu.flat_scalars(0 if layer is None else layer),
         twice,
-        meta.reshape(-1, pages, width),
+        mosaic_tpu.in_hbm(meta.reshape(-1, pages, width), interpret),
     )
 
 
