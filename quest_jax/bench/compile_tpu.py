@@ -20,6 +20,7 @@ from rich.table import Table
 
 from quest_jax.attention import init_attention
 from quest_jax.decode import DecodeState, decode_step, row_keys
+from quest_jax.generate import generate
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.pallas_kernels.append.op import append
@@ -58,7 +59,8 @@ class Program:
       name: for the table.
       function: what is compiled.
       arguments: pytree of ``jax.ShapeDtypeStruct``, one entry per parameter.
-      cache: the argument that is donated, or None; and those leaves of the arguments that must never be copied.
+      donated: positions of the arguments that are updated in place.
+      cache: the arrays that must never be copied.
       bytes: what the program has to move through HBM, at the least.
     """
 
@@ -130,7 +132,7 @@ def _kernel_lines(text: str) -> str:
 
 
 def copies_of(text: str, leaves: Any) -> list[str]:
-    """The instructions of a compiled program that produce an array as large, and as wide, as one of ``leaves``."""
+    """The instructions in the text of a program that produce an array as large, and as wide, as one of ``leaves``."""
     sizes = {(leaf.size, leaf.shape[-1]) for leaf in leaves}
     found = []
     for line in text.splitlines():
@@ -239,6 +241,24 @@ def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16) ->
     read += max(0, layers - 2) * (budget * per_token + rows * 8 * context // page * 2 * 128 * 4)
     name = f"decode step, Llama 3 8B with {layers} layers, {context} tokens, budget {budget}"
     return Program(name, decode_step, (params, state), (1,), cache, read)
+
+
+def generate_program(*, layers=30, rows=2, prompt=4096, new=64, budget=512) -> Program:
+    """``generate`` as one program, for the shape of SmolLM2-135M: prefill in chunks, then the loop of decode steps."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, n_layers=layers, n_heads=9, n_kv_heads=3,
+        head_dim=64, max_positions=8192, rope=RopeConfig(theta=100000.0), tie_word_embeddings=True,
+    )  # fmt: skip
+
+    def run(params, tokens):
+        return generate(params, tokens, budget=budget, max_new_tokens=new, capacity=5120, eos_token_ids=()).tokens
+
+    params = Params(abstract_weights(config, jnp.bfloat16), config)
+    # The cache is made inside; its leaves are named here to be looked for.
+    pages = 5120 // 16
+    cache = (_array((3, rows * pages, 16, 128), "bfloat16"), _array((rows, 3, pages, 128), "float32"))
+    name = f"generate, SmolLM2-135M with {layers} layers, {rows} x {prompt} + {new} tokens, budget {budget}"
+    return Program(name, run, (params, _array((rows, prompt))), (), cache, _nbytes(params.weights) * new)
 
 
 def kernel_programs() -> list[Program]:

@@ -42,7 +42,9 @@ def test_every_kernel_compiles_for_every_chip(device, program):
     check(compile_tpu.compile_for(device, program), program, kernels=1)
 
 
-def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(device, capsys):
+def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(
+    device, capsys, as_a_user
+):
     program = compile_tpu.decode_program()
     found = compile_tpu.compile_for(device, program)
     check(found, program, kernels=3 + 1 + 3)  # append, the one sparse layer's scores, attention
@@ -51,6 +53,18 @@ def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_c
         print(
             f"\n{device.device_kind}: {program.name}: {found.peak / 1e9:.2f} GB of HBM, {found.vmem / 1e6:.1f} MB VMEM"
         )
+
+
+def test_generate_is_made_of_the_kernels_and_its_loops_copy_no_cache(v5e, as_a_user):
+    layers = 4
+    program = compile_tpu.generate_program(layers=layers)
+    found = compile_tpu.compile_for(v5e, program)
+    # Prefill appends and attends; decoding does so too, and scores in all but the two dense layers.
+    assert found.kernels == 2 * layers + 2 * layers + layers - 2
+    # Outside the loops the cache is made.
+    loops, entry = found.text.split("\nENTRY ")
+    assert "tpu_custom_call" not in entry and loops.count('custom_call_target="tpu_custom_call"') == found.kernels
+    assert compile_tpu.copies_of(loops, program.cache) == []
 
 
 # Controls: each says that a check above would have seen the fault it is there for.
@@ -76,15 +90,15 @@ def test_the_reference_has_no_kernel(v5e):
     assert compile_tpu.compile_for(v5e, program).kernels == 0
 
 
-def test_a_tile_that_does_not_fit_vector_memory_does_not_compile(v5e):
-    program = compile_tpu.attention_program(tokens=8192)
+def test_a_block_that_does_not_fit_vector_memory_does_not_compile(v5e):
+    program = compile_tpu.attention_program(dim=256, page=128, dtype="float32")
 
     def too_large(q, kv, starts, lengths, *_):
         return page_attention.page_attention(
-            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, tile_rows=32768
+            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, block_tokens=16384
         )
 
-    with pytest.raises(Exception, match="(?i)vmem|memory"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)memory space vmem"):
         compile_tpu.compile_for(v5e, dataclasses.replace(program, function=too_large))
 
 
