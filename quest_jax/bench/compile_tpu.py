@@ -25,7 +25,7 @@ from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention.op import page_attention
-from quest_jax.pallas_kernels.page_scores.op import page_scores
+from quest_jax.pallas_kernels.page_scores.op import Reduce, page_scores
 from quest_jax.params import Params
 from quest_jax.policies.quest import Quest
 from quest_jax.sampling import make_sampler
@@ -112,6 +112,8 @@ def compile_for(device: Any, program: Program) -> Compiled:
     with jax.default_device(device):
         compiled = jax.jit(program.function, donate_argnums=program.donated).lower(*there).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
+    if text is None or memory is None:
+        raise RuntimeError(f"{program.name}: this version of JAX says nothing about a program compiled ahead of time.")
     vmem = [int(size) for size in re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', _kernel_lines(text))]
     return Compiled(
         text=text,
@@ -173,7 +175,7 @@ def attention_program(
     return Program(name, run, arguments, (), (kv,), read)
 
 
-def scores_program(*, rows=2, kv_heads=8, group=4, dim=128, pages=8192, reduce="mean", layers=0) -> Program:
+def scores_program(*, rows=2, kv_heads=8, group=4, dim=128, pages=8192, reduce: Reduce = "mean", layers=0) -> Program:
     """``page_scores`` of all pages."""
     stack = (layers,) if layers else ()
     meta = _array((*stack, rows, kv_heads, pages, 2 * dim), "float32")

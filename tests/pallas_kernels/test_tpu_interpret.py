@@ -199,6 +199,22 @@ def test_append_leaves_idle_rows_padding_and_a_full_row_alone():
     assert {tuple(at[1:3]) for at in np.argwhere(written)} == {(10, 8), (10, 9)}
 
 
+@pytest.fixture
+def has_race(capfd):
+    """Says whether the interpreter reports a race while a function runs: JAX 0.12 raises, 0.11 prints."""
+
+    def run(function):
+        try:
+            jax.block_until_ready(function())
+        except jax.errors.JaxRuntimeError as error:
+            if "race" not in str(error).lower():
+                raise
+            return True
+        return "RACE DETECTED" in "".join(capfd.readouterr())
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("case", "tokens", "listed"),
     [
@@ -208,8 +224,9 @@ def test_append_leaves_idle_rows_padding_and_a_full_row_alone():
     ],
     ids=str,
 )
-def test_attention_has_no_race(case, tokens, listed):
-    attend(case, tokens, *(lists_of(case, False) if listed else ()), interpret=RACES, block_tokens=32)
+def test_attention_has_no_race(case, tokens, listed, has_race):
+    lists = lists_of(case, False) if listed else ()
+    assert not has_race(lambda: attend(case, tokens, *lists, interpret=RACES, block_tokens=32))
 
 
 @pytest.mark.parametrize(
@@ -221,14 +238,18 @@ def test_attention_has_no_race(case, tokens, listed):
     ],
     ids=str,
 )
-def test_append_has_no_race(case, tokens):
+def test_append_has_no_race(case, tokens, has_race):
     filled = fill(case)
     starts = np.maximum(np.asarray(case.lengths) - tokens, 0)
     new = tokens_of(case, filled, starts, tokens)
     for step_rows in (1, len(case.lengths)):
         write = writer(case, filled.table, interpret=RACES, step_rows=step_rows, step_heads=1)
-        again = write(filled.kv, filled.meta, *new, starts=starts, ends=case.lengths)
-        assert_same_bits(again, (filled.kv, filled.meta))
+
+        def check(write=write):
+            again = write(filled.kv, filled.meta, *new, starts=starts, ends=case.lengths)
+            assert_same_bits(again, (filled.kv, filled.meta))
+
+        assert not has_race(check)
 
 
 @pytest.fixture
@@ -243,15 +264,13 @@ def impatient(monkeypatch):
     return dataclasses.replace(RACES, dma_execution_mode="eager")
 
 
-def test_attending_a_block_before_it_has_arrived_is_seen(impatient):
-    with pytest.raises(Exception, match="[Rr]ace"):
-        jax.block_until_ready(attend(Case(layout="fused"), 1, interpret=impatient))
+def test_attending_a_block_before_it_has_arrived_is_seen(impatient, has_race):
+    assert has_race(lambda: attend(Case(layout="fused"), 1, interpret=impatient))
 
 
-def test_changing_a_page_before_it_has_arrived_is_seen(impatient):
+def test_changing_a_page_before_it_has_arrived_is_seen(impatient, has_race):
     """Two rows that own the same page are a race too, which the detector does not see: an op's contract excludes it."""
     case = Case(layout="fused")
     new = jnp.ones((1, 1, case.kv_heads, case.head_dim))
-    with pytest.raises(Exception, match="[Rr]ace"):
-        write = writer(case, None, interpret=impatient)
-        jax.block_until_ready(write(*empty_pool(case), new, new, starts=[19], ends=[20]))
+    write = writer(case, None, interpret=impatient)
+    assert has_race(lambda: write(*empty_pool(case), new, new, starts=[19], ends=[20]))
