@@ -35,7 +35,7 @@ test-aot-tpu:  ## compile the TPU kernels and a decode step for TPUs that are no
 	else echo "SKIPPED: test-aot-tpu: libtpu has wheels for Linux x86-64 only, this is $$(uname -sm)." >&2; fi
 
 aot-tpu: $(venv)/.aot-tpu-installed
-	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -m aot tests/aot/test_tpu.py $(ARGS)
+	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_tpu.py $(ARGS)
 
 lint: $(venv)/.dev-installed  ## check style and formatting
 	"$(BIN)/python" -m ruff check .

@@ -56,7 +56,9 @@ def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_c
 
 
 def test_generate_is_made_of_the_kernels_and_its_loops_copy_no_cache(v5e, as_a_user):
-    layers = 4
+    # All layers of SmolLM2-135M: with 4 of them XLA has room to keep a pool in vector memory from step to step, and
+    # copies that one to HBM for every append.
+    layers = 30
     program = compile_tpu.generate_program(layers=layers)
     found = compile_tpu.compile_for(v5e, program)
     # Prefill appends and attends; decoding does so too, and scores in all but the two dense layers.
