@@ -18,16 +18,24 @@ unexport PYTHONHOME
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format bench dev clean
+.PHONY: help demo test test-aot-tpu aot-tpu lint types format bench dev clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: $(venv)/.demo-installed  ## load a real model, ask about a long document, compare dense and Quest
 	"$(BIN)/quest-jax" demo $(ARGS)
 
 test: $(venv)/.dev-installed  ## run all tests but those that need torch
-	"$(BIN)/python" -m pytest -m "not parity" -n 2 --dist worksteal $(ARGS)
+	"$(BIN)/python" -m pytest -m "not parity and not aot" -n 2 --dist worksteal $(ARGS)
+
+# In an environment of its own: where libtpu is installed, JAX looks for a TPU unless it is told not to.
+test-aot-tpu:  ## compile the TPU kernels and a decode step for TPUs that are not there
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) --no-print-directory aot-tpu VENV=.venv-aot; \
+	else echo "SKIPPED: test-aot-tpu: libtpu has wheels for Linux x86-64 only, this is $$(uname -sm)." >&2; fi
+
+aot-tpu: $(venv)/.aot-tpu-installed
+	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_tpu.py $(ARGS)
 
 lint: $(venv)/.dev-installed  ## check style and formatting
 	"$(BIN)/python" -m ruff check .
@@ -46,7 +54,7 @@ bench: $(venv)/.demo-installed  ## time prefill and decode, dense and Quest
 dev: $(venv)/.dev-installed  ## make the environment for development, run nothing
 
 clean:  ## remove .venv and everything built
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment made by something else than the rule below (uv) may have no pip yet.
@@ -64,6 +72,10 @@ $(venv)/.demo-installed: pyproject.toml | $(venv)/pyvenv.cfg
 $(venv)/.dev-installed: pyproject.toml | $(venv)/pyvenv.cfg
 	$(call install,dev)
 	@touch "$@" "$(VENV)/.demo-installed"
+
+$(venv)/.aot-tpu-installed: pyproject.toml | $(venv)/pyvenv.cfg
+	$(call install,dev$(comma)tpu)
+	@touch "$@"
 
 # A candidate must run, not merely be on the path: shims of version managers exist for versions they cannot start.
 $(venv)/pyvenv.cfg:

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.reference import min_max
 from quest_jax.pallas_kernels.pages import KV, Layout, gather_pages, physical_pages, pool_dtype, pool_shape
 
@@ -95,7 +96,7 @@ def init_cache(
     if layout not in ("auto", "fused", "split"):
         raise ValueError(f"init_cache: expected layout 'auto', 'fused' or 'split', got {layout!r}.")
     if layout == "auto":
-        layout = "split" if jax.default_backend() == "cpu" else "fused"
+        layout = "split" if dispatch.current_target().platform == "cpu" else "fused"
     pages = -(-capacity // page_size)
     pool = (n_kv_heads, batch * pages, page_size)
 

@@ -188,7 +188,7 @@ def test_one_program_serves_every_length():
         (lambda: make(dtype=jnp.int8), ValueError, "float32, bfloat16 or float16, got int8"),
         (lambda: make(layout="rows"), ValueError, "'auto', 'fused' or 'split', got 'rows'"),
         (lambda: quest_jax.attend(3, *draw(2, 1), make()), ValueError, r"layer in \[0, 1\), got 3"),
-        (lambda: quest_jax.attend(0, *draw(2, 1), make(implementation="cuda")), ValueError, "one of 'xla', got 'cuda'"),
+        (lambda: quest_jax.attend(0, *draw(2, 1), make(implementation="cuda")), ValueError, "one of .*got 'cuda'"),
         (lambda: quest_jax.attend(0, *draw(3, 1), make()), ValueError, r"\[2, T, 2, 16\]"),
         (lambda: quest_jax.decode_attention(0, *draw(2, 3), make()), ValueError, "one token per row, got 3"),
         (lambda: quest_jax.attend(0, draw(2, 1)[0], *draw(2, 2)[1:], make()), ValueError, "same rows and tokens"),

@@ -3,10 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.append import reference
+from quest_jax.pallas_kernels.append import reference, tpu
 from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
 
-IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.append, dispatch.serves_everything),)
+IMPLEMENTATIONS = (
+    dispatch.Implementation("mosaic_tpu", tpu.append, tpu.why_not),
+    dispatch.Implementation("xla", reference.append, dispatch.serves_everything),
+)
 
 
 def append(
@@ -37,7 +40,7 @@ def append(
       ends: length of each row after the write.
       page_table: logical to pool page; None is the identity.
       layer: index into a stacked pool and metadata.
-      implementation: ``None`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_tpu"`` or ``"xla"``.
 
     Returns:
       ``(kv, meta)`` after the write.
@@ -57,6 +60,9 @@ def append(
             f"append: expected keys and values in the cache's dtype {pool_dtype(kv)}, got {keys.dtype} and "
             f"{values.dtype}; cast them, or make the cache in their dtype."
         )
-    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), shape.kv_heads, keys.shape[1])
+    call = dispatch.describe_call(
+        shape, pool_dtype(kv), pool_layout(kv), shape.kv_heads, keys.shape[1],
+        pages=meta.shape[-2], scalars=0 if page_table is None else page_table.size,
+    )  # fmt: skip
     chosen = dispatch.resolve("append", IMPLEMENTATIONS, call, implementation)
     return chosen.run(kv, meta, keys, values, starts, ends, page_table, layer=layer)

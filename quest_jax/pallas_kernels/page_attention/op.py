@@ -3,10 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.page_attention import reference
+from quest_jax.pallas_kernels.page_attention import reference, tpu
 from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
 
-IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.page_attention, dispatch.serves_everything),)
+IMPLEMENTATIONS = (
+    dispatch.Implementation("mosaic_tpu", tpu.page_attention, tpu.why_not),
+    dispatch.Implementation("xla", reference.page_attention, dispatch.serves_everything),
+)
 
 
 def page_attention(
@@ -40,7 +43,7 @@ def page_attention(
         past ``counts`` are not attended, but must be in range. No page twice.
       counts: live entries of each list.
       layer: index into a stacked pool.
-      implementation: ``None`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_tpu"`` or ``"xla"``.
 
     Returns:
       ``(out, lse)``: output in the dtype of ``q``, and float32 log-sum-exp of the scaled scores (``-inf`` for a query
@@ -70,6 +73,7 @@ def page_attention(
             f"page_attention: without a page table the pool is divided evenly among the rows; got {shape.pages} pages "
             f"for {rows} rows."
         )
-    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), heads, tokens)
+    scalars = sum(array.size for array in (page_table, pages, counts) if array is not None)
+    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), heads, tokens, scalars=scalars)
     chosen = dispatch.resolve("page_attention", IMPLEMENTATIONS, call, implementation)
     return chosen.run(q, kv, starts, lengths, page_table, pages=pages, counts=counts, layer=layer)

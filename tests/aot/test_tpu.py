@@ -1,0 +1,125 @@
+"""The TPU kernels and a whole decode step, compiled by libtpu for chips that are not there. Nothing is run."""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from quest_jax.bench import compile_tpu
+from quest_jax.pallas_kernels.page_attention import tpu as page_attention
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="NOT COMPILED FOR TPU: libtpu is not installed, or has no wheel for this platform (Linux x86-64 has)",
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=list(compile_tpu.CHIPS))
+def device(request):
+    return compile_tpu.device_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def v5e():
+    return compile_tpu.device_of("v5e")
+
+
+def check(found, program, kernels):
+    assert found.kernels == kernels
+    assert found.copies == []
+    if program.donated:
+        assert found.cache <= found.aliased <= found.cache + 10 * 2**20  # the state is more than the cache
+    assert 0 < found.vmem <= 32 * 2**20  # on tpu7x the compiler says what it set aside, all of 32 MiB
+
+
+@pytest.mark.parametrize("program", compile_tpu.kernel_programs(), ids=lambda program: program.name)
+def test_every_kernel_compiles_for_every_chip(device, program):
+    check(compile_tpu.compile_for(device, program), program, kernels=1)
+
+
+def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(
+    device, capsys, as_a_user
+):
+    program = compile_tpu.decode_program()
+    found = compile_tpu.compile_for(device, program)
+    check(found, program, kernels=3 + 1 + 3)  # append, the one sparse layer's scores, attention
+    assert "sort" in found.text  # the selection is XLA's
+    with capsys.disabled():
+        print(
+            f"\n{device.device_kind}: {program.name}: {found.peak / 1e9:.2f} GB of HBM, {found.vmem / 1e6:.1f} MB VMEM"
+        )
+
+
+def test_generate_is_made_of_the_kernels_and_its_loops_copy_no_cache(v5e, as_a_user):
+    # All layers of SmolLM2-135M: with 4 of them XLA has room to keep a pool in vector memory from step to step, and
+    # copies that one to HBM for every append.
+    layers = 30
+    program = compile_tpu.generate_program(layers=layers)
+    found = compile_tpu.compile_for(v5e, program)
+    # Prefill appends and attends; decoding does so too, and scores in all but the two dense layers.
+    assert found.kernels == 2 * layers + 2 * layers + layers - 2
+    # Outside the loops the cache is made.
+    loops, entry = found.text.split("\nENTRY ")
+    assert "tpu_custom_call" not in entry and loops.count('custom_call_target="tpu_custom_call"') == found.kernels
+    assert compile_tpu.copies_of(loops, program.cache) == []
+
+
+# Controls: each says that a check above would have seen the fault it is there for.
+
+
+def test_without_donation_nothing_is_aliased(v5e):
+    found = compile_tpu.compile_for(v5e, compile_tpu.append_program(donate=False))
+    assert found.aliased == 0 and found.copies
+
+
+def test_a_row_that_is_no_whole_tile_makes_xla_copy_the_cache(v5e):
+    """What ``why_not`` is for: head dim 80 compiles, and would copy the pool at every step."""
+
+    def direct(q, kv, starts, lengths, table, pages, counts):
+        return page_attention.page_attention(q, kv, starts, lengths, table, pages=pages, counts=counts, layer=None)
+
+    program = dataclasses.replace(compile_tpu.attention_program(dim=80, listed=16), function=direct)
+    assert compile_tpu.compile_for(v5e, program).copies
+
+
+def test_the_reference_has_no_kernel(v5e):
+    program = compile_tpu.attention_program(listed=16, implementation="xla")
+    assert compile_tpu.compile_for(v5e, program).kernels == 0
+
+
+def test_a_block_that_does_not_fit_vector_memory_does_not_compile(v5e):
+    program = compile_tpu.attention_program(dim=256, page=128, dtype="float32")
+
+    def too_large(q, kv, starts, lengths, *_):
+        return page_attention.page_attention(
+            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, block_tokens=16384
+        )
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)memory space vmem"):
+        compile_tpu.compile_for(v5e, dataclasses.replace(program, function=too_large))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dim": 80}, "2D = 160 numbers"),
+        ({"page": 4}, "a page has 4 tokens"),
+        ({"dtype": "float16"}, "float32 and bfloat16"),
+        ({"rows": 32, "pages": 8192, "table": True}, "bytes of scalar memory"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_refused_by_name_and_left_to_xla(v5e, options, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        compile_tpu.compile_for(v5e, compile_tpu.attention_program(**options))
+
+
+def test_the_default_device_is_what_the_ops_choose_by():
+    """Without one, the same call is for this process' own device and takes XLA."""
+    program = compile_tpu.attention_program(listed=16, implementation=None)
+    assert "tpu_custom_call" not in jax.jit(program.function).lower(*program.arguments).as_text()
+    assert jnp.zeros(1).devices() == {jax.devices("cpu")[0]}
