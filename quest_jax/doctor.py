@@ -127,6 +127,7 @@ def _room(device: Mapping[str, Any]) -> str:
 def _op(name: str, implementations: tuple[dispatch.Implementation, ...], device: Any) -> dict[str, Any]:
     """The decision for a decode step of smollm2-135m in float32."""
     call = dispatch.Call(
+        compute_capability=dispatch.target_of(device).compute_capability,
         platform=device.platform,
         device_kind=device.device_kind,
         dtype="float32",

@@ -5,13 +5,66 @@ call; XLA stands last and supports everything, so ``None`` always works. A name 
 reason: what was asked for by name is never replaced silently.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from quest_jax.pallas_kernels.pages import Layout, PoolShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The device that a program is traced for.
+
+    Attributes:
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+      device_kind: the device's own name, e.g. ``TPU v5 lite`` or ``NVIDIA H200``.
+      compute_capability: of a CUDA device, e.g. ``(9, 0)``; None for others.
+    """
+
+    platform: str
+    device_kind: str
+    compute_capability: tuple[int, int] | None = None
+
+
+_TARGET: contextvars.ContextVar[Target | None] = contextvars.ContextVar("quest_jax_target", default=None)
+
+
+@contextlib.contextmanager
+def target(platform: str, device_kind: str, compute_capability: tuple[int, int] | None = None) -> Iterator[Target]:
+    """Makes the ops choose for a device that is not the default one of this process, e.g. to compile ahead of time.
+
+    It acts while tracing and is no part of the key of ``jax.jit``'s cache: lower a function that was not traced before.
+
+    Example:
+      >>> from quest_jax.pallas_kernels import dispatch
+      >>> with dispatch.target("gpu", "NVIDIA H200", (9, 0)):
+      ...     dispatch.current_target().platform
+      'gpu'
+    """
+    chosen = Target(platform, device_kind, compute_capability)
+    token = _TARGET.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _TARGET.reset(token)
+
+
+def current_target() -> Target:
+    """Returns what :func:`target` set, or else the default device of this process."""
+    return _TARGET.get() or target_of(jax.devices()[0])
+
+
+def target_of(device) -> Target:
+    """Describes a device, or the description of a device that is not here."""
+    # CUDA devices alone have this attribute; on AMD's it is a name such as gfx942.
+    capability = str(getattr(device, "compute_capability", "")).split(".")
+    numbers = len(capability) == 2 and all(part.isdigit() for part in capability)
+    return Target(device.platform, device.device_kind, (int(capability[0]), int(capability[1])) if numbers else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +78,8 @@ class Call:
       layout: of the pool.
       kv_heads, group, head_dim, page_size: K, G, D, S.
       query_tokens: T, 1 while decoding.
+      pages: P, of a row, where the op's output has one value for each.
+      compute_capability: of a CUDA device, e.g. ``(9, 0)``; None for others.
     """
 
     platform: str
@@ -36,6 +91,8 @@ class Call:
     head_dim: int
     page_size: int
     query_tokens: int = 1
+    pages: int | None = None
+    compute_capability: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +116,15 @@ def serves_everything(call: Call) -> str | None:
     return None
 
 
-def describe_call(shape: PoolShape, dtype, layout: Layout, query_heads: int, query_tokens: int = 1) -> Call:
-    """Describes a call on the default device of this process."""
-    device = jax.devices()[0]
+def describe_call(
+    shape: PoolShape, dtype, layout: Layout, query_heads: int, query_tokens: int = 1, pages: int | None = None
+) -> Call:
+    """Describes a call on the current target."""
+    device = current_target()
     return Call(
         platform=device.platform,
         device_kind=device.device_kind,
+        compute_capability=device.compute_capability,
         dtype=jnp.dtype(dtype).name,
         layout=layout,
         kv_heads=shape.kv_heads,
@@ -72,6 +132,7 @@ def describe_call(shape: PoolShape, dtype, layout: Layout, query_heads: int, que
         head_dim=shape.head_dim,
         page_size=shape.page_size,
         query_tokens=query_tokens,
+        pages=pages,
     )
 
 

@@ -160,7 +160,7 @@ def test_logits_of_thousands_do_not_overflow():
             "a list per KV head or per query head",
         ),
         (jnp.ones((3, 1, 4, 64)), {}, "divided evenly"),
-        (jnp.ones((1, 1, 4, 64)), {"implementation": "mosaic"}, "implementation=None or one of 'xla'"),
+        (jnp.ones((1, 1, 4, 64)), {"implementation": "mosaic"}, "implementation=None or one of 'mosaic_gpu', 'xla'"),
     ],
 )
 def test_what_does_not_fit_is_refused(as_a_user, q, options, message):

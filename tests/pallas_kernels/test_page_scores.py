@@ -101,7 +101,7 @@ def test_float16_outliers_stay_finite():
         (jnp.ones((1, 3, 64)), {}, "H a multiple of K"),
         (jnp.ones((2, 4, 64)), {}, "page_scores: expected q"),
         (jnp.ones((1, 4, 64)), {"reduce": "median"}, "'mean', 'max' or 'none'"),
-        (jnp.ones((1, 4, 64)), {"implementation": "cuda"}, "implementation=None or one of 'xla'"),
+        (jnp.ones((1, 4, 64)), {"implementation": "cuda"}, "implementation=None or one of 'mosaic_gpu', 'xla'"),
     ],
 )
 def test_what_does_not_fit_is_refused(as_a_user, q, options, message):

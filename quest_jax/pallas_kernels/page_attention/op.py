@@ -3,10 +3,13 @@
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.page_attention import reference
+from quest_jax.pallas_kernels.page_attention import gpu, reference
 from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
 
-IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.page_attention, dispatch.serves_everything),)
+IMPLEMENTATIONS = (
+    dispatch.Implementation("mosaic_gpu", gpu.page_attention, gpu.why_not),
+    dispatch.Implementation("xla", reference.page_attention, dispatch.serves_everything),
+)
 
 
 def page_attention(
@@ -40,7 +43,7 @@ def page_attention(
         past ``counts`` are not attended, but must be in range. No page twice.
       counts: live entries of each list.
       layer: index into a stacked pool.
-      implementation: ``None`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_gpu"`` or ``"xla"``.
 
     Returns:
       ``(out, lse)``: output in the dtype of ``q``, and float32 log-sum-exp of the scaled scores (``-inf`` for a query

@@ -5,10 +5,13 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.page_scores import reference
+from quest_jax.pallas_kernels.page_scores import gpu, reference
 from quest_jax.pallas_kernels.pages import Layer, PoolShape
 
-IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.page_scores, dispatch.serves_everything),)
+IMPLEMENTATIONS = (
+    dispatch.Implementation("mosaic_gpu", gpu.page_scores, gpu.why_not),
+    dispatch.Implementation("xla", reference.page_scores, dispatch.serves_everything),
+)
 
 Reduce = Literal["mean", "max", "none"]
 
@@ -41,7 +44,7 @@ def page_scores(
       reduce: over the query heads of a group. ``mean`` and ``max`` give K lists, ``none`` gives H.
       beta: size of the box, 1 for the bound.
       layer: index into stacked metadata.
-      implementation: ``None`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_gpu"`` or ``"xla"``.
 
     Returns:
       float32 scores of ``q . k``, not divided by ``sqrt(D)``.
@@ -58,6 +61,7 @@ def page_scores(
         )
     if reduce not in ("mean", "max", "none"):
         raise ValueError(f"page_scores: expected reduce 'mean', 'max' or 'none', got {reduce!r}.")
-    call = dispatch.describe_call(PoolShape(kv_heads, pages, page_size, head_dim), meta.dtype, "fused", heads)
+    shape = PoolShape(kv_heads, pages, page_size, head_dim)
+    call = dispatch.describe_call(shape, meta.dtype, "fused", heads, pages=pages)
     chosen = dispatch.resolve("page_scores", IMPLEMENTATIONS, call, implementation)
     return chosen.run(q, meta, lengths, page_size=page_size, reduce=reduce, beta=beta, layer=layer)
