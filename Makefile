@@ -18,16 +18,32 @@ unexport PYTHONHOME
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types format bench dev clean
+.PHONY: help demo test test-aot-gpu lint types format bench dev clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: $(venv)/.demo-installed  ## load a real model, ask about a long document, compare dense and Quest
 	"$(BIN)/quest-jax" demo $(ARGS)
 
 test: $(venv)/.dev-installed  ## run all tests but those that need torch
-	"$(BIN)/python" -m pytest -m "not parity" -n 2 --dist worksteal $(ARGS)
+	"$(BIN)/python" -m pytest -m "not parity and not aot" -n 2 --dist worksteal $(ARGS)
+
+# An environment of its own: an installed CUDA plugin looks for its device whenever JAX starts without JAX_PLATFORMS.
+test-aot-gpu:  ## compile the GPU kernels for five architectures, without a GPU (Linux)
+ifeq ($(shell uname -s),Linux)
+	@$(MAKE) --no-print-directory .venv-aot-gpu/.aot-gpu-installed VENV=.venv-aot-gpu
+	JAX_PLATFORMS=cpu .venv-aot-gpu/bin/python -m pytest -m aot tests/aot/test_gpu.py $(ARGS)
+else
+	@echo 'NOT TESTED: the GPU programs were not compiled, jax-cuda13-plugin has no wheel for this platform' >&2
+endif
+
+# The plugin of the JAX that was installed; of the CUDA toolkit only the assembler, not the libraries.
+.venv-aot-gpu/.aot-gpu-installed: .venv-aot-gpu/.dev-installed
+	version=$$(.venv-aot-gpu/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	  .venv-aot-gpu/bin/python -m pip install -qq \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
+	@touch "$@"
 
 lint: $(venv)/.dev-installed  ## check style and formatting
 	"$(BIN)/python" -m ruff check .
@@ -46,7 +62,7 @@ bench: $(venv)/.demo-installed  ## time prefill and decode, dense and Quest
 dev: $(venv)/.dev-installed  ## make the environment for development, run nothing
 
 clean:  ## remove .venv and everything built
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment made by something else than the rule below (uv) may have no pip yet.
