@@ -28,7 +28,7 @@ from quest_jax.policies.quest import Quest, largest
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is timed: H, K, D, S, tokens read, tokens of context, batch sizes, bytes copied, runs of each."""
+    """What is timed: H, K, D, S, tokens read, tokens of context, batch sizes, bytes copied, runs, sets of inputs."""
 
     heads: int
     kv_heads: int
@@ -39,15 +39,15 @@ class Sizes:
     batches: tuple[int, ...]
     copy_bytes: int
     rounds: int
+    most_sets: int
     dtype: str = "bfloat16"
 
 
 # The middle first: it is what the library aims at, and the time may run out.
-FULL = Sizes(32, 8, 128, 16, 2048, (32768, 131072, 8192), (8, 1, 32), 1 << 30, 25)
-DRY_RUN = Sizes(4, 2, 64, 16, 64, (512, 256), (1, 2), 1 << 16, 2)
+FULL = Sizes(32, 8, 128, 16, 2048, (32768, 131072, 8192), (8, 1, 32), 1 << 30, 25, 16)
+DRY_RUN = Sizes(4, 2, 64, 16, 64, (256,), (1, 2), 1 << 16, 2, 2)
 # Different inputs enough to push each other out of any cache on a device (at most 128 MB today).
 _ROTATED_BYTES = 400e6
-_MOST_ROTATED = 16
 # Of the device's memory: our caches, and the same again in the shape other programs want.
 _USABLE = 0.4
 
@@ -96,7 +96,7 @@ def time_all(sizes: Sizes, seed: int, seconds: float, say: Callable[[str], None]
 
 def _case(sizes: Sizes, context: int, batch: int, key, end: float) -> dict[str, Any]:
     each = _cache_bytes(sizes, context, batch)
-    sets = max(1, min(_MOST_ROTATED, int(_ROTATED_BYTES / each) + 1, int(_USABLE * _memory() / each)))
+    sets = max(1, min(sizes.most_sets, int(_ROTATED_BYTES / each) + 1, int(_USABLE * _memory() / each)))
     keys = jax.random.split(key, sets)
     q = [_normal(k, (batch, 1, sizes.heads, sizes.head_dim), sizes.dtype) for k in keys]
     states = [_state(sizes, context, batch, k) for k in keys]
