@@ -26,7 +26,7 @@ from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores.op import page_scores
 from quest_jax.params import Params
-from quest_jax.policies.quest import Quest
+from quest_jax.policies.quest import Quest, largest
 from quest_jax.sampling import Greedy
 
 # Compute capability, multiprocessors, shared memory of a block in bytes, and a name, as the vendor documents them.
@@ -193,9 +193,12 @@ def main(architecture: str) -> None:
             scores(compiled, *sizes)
         begin("chain")
         result["chain"] = launches(chain(compiled).as_text())
-        for n_layers in (1, 2):
-            begin(f"decode step, layers: {n_layers}")
-            result[f"step {n_layers}"] = step(compiled, n_layers)
+        begin("decode step of two layers")
+        result["step"] = step(compiled, 2)
+        begin("controls")
+        ranked = shape(jnp.float32, 8, 2048)
+        result["stable"] = launches(compiled(lambda x: jax.lax.top_k(x, 128), ranked).as_text())
+        result["129 of them"] = launches(compiled(lambda x: largest(x, 129), ranked).as_text())
     print(json.dumps(result), flush=True)
 
 

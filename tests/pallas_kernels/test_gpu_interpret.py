@@ -22,7 +22,7 @@ from tests.pallas_kernels import test_page_attention, test_page_scores
 from tests.pallas_kernels.cases import CASES, Case, fill, queries
 
 INTERPRET = plgpu.InterpretGPUParams()
-RACES = plgpu.InterpretGPUParams(detect_races=True)  # a race raises
+RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def call_of(case: Case, dtype: str | None = None, **changes) -> dispatch.Call:
@@ -150,25 +150,34 @@ def test_unused_memory_does_not_leak(poison):
 def test_no_race(case, splits, listed):
     filled, q = fill(case), queries(case, 1)
     pages, counts = lists_of(case, False) if listed else (None, None)
-    got = attend(case, filled, q, pages, counts, splits=splits, interpret=RACES)
+    got = []
+    assert not raced(lambda: got.extend(attend(case, filled, q, pages, counts, splits=splits, interpret=RACES)))
     starts = jnp.maximum(filled.lengths - 1, 0)
     test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts, pages, counts))
 
 
-@pytest.mark.parametrize("removed", ["barrier_wait", "commit_smem"])
-def test_a_planted_race_is_found(monkeypatch, removed):
+@pytest.mark.parametrize(("removed", "length"), [("barrier_wait", 60), ("commit_smem", 200)])
+def test_a_planted_race_is_found(monkeypatch, removed, length):
     """Without the wait, a step reads what is still being copied; without the commit, a copy overtakes the last read."""
     monkeypatch.setattr(attention_gpu.plgpu, removed, lambda *args: None)
-    case = Case(dtype="bfloat16", layout="fused", lengths=(200,), capacity=256, kv_heads=1)
+    case = Case(dtype="bfloat16", layout="fused", lengths=(length,), capacity=256, kv_heads=1)
     filled, q = fill(case), queries(case, 1)
-    try:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
-            attend(case, filled, q, splits=1, interpret=RACES)
-    finally:
-        # No public name yet; documented as needed after an exception.
-        from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
+    assert raced(lambda: attend(case, filled, q, splits=1, interpret=RACES))
 
-        reset_gpu_interpret_mode_state()
+
+def raced(run) -> bool:
+    """Runs kernels under the race detector; JAX 0.12 raises at once, JAX 0.11 keeps a note for the last kernel."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # no public way to ask
+
+    try:
+        jax.block_until_ready(run())
+        return gpu_callbacks.get_races().races_found
+    except jax.errors.JaxRuntimeError as error:
+        if "RACE DETECTED" not in str(error):
+            raise
+        return True
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()  # needed after an exception
 
 
 @pytest.mark.parametrize(
@@ -191,12 +200,9 @@ def test_scores_equal_the_equation(case, reduce):
 
 def test_scores_have_no_race():
     case = Case(capacity=64 * 16, lengths=(700, 20), group=2)
-    filled = fill(case)
-    got = scores_gpu.page_scores(
-        queries(case, 1)[:, 0], filled.meta, filled.lengths, page_size=16, reduce="max", beta=1.0, layer=None,
-        interpret=RACES,
-    )  # fmt: skip
-    assert np.isfinite(np.asarray(got)[0, :, :44]).all()
+    filled, q = fill(case), queries(case, 1)[:, 0]
+    options = {"page_size": 16, "reduce": "max", "beta": 1.0, "layer": None, "interpret": RACES}
+    assert not raced(lambda: scores_gpu.page_scores(q, filled.meta, filled.lengths, **options))
 
 
 @pytest.mark.parametrize(
