@@ -42,6 +42,7 @@ def in_half_precision(cases):
 
 
 HALF = list(dict.fromkeys(in_half_precision(CASES)))
+HALF.append(Case(dtype="bfloat16", layout="fused", head_dim=256, kv_heads=1, lengths=(70,)))
 SERVED = [case for case in HALF if attention_gpu.why_not(call_of(case)) is None]
 # 16 pages at least: capacity that no token uses changes no result.
 SCORED = [
@@ -105,6 +106,8 @@ def test_listed_pages(case):
 @pytest.mark.parametrize("splits", [1, 2, 5, 32])
 def test_the_number_of_splits_does_not_matter(splits):
     case = Case(dtype="bfloat16", layout="fused", lengths=(300, 64, 0), capacity=320, kv_heads=1)
+    if splits > 5:  # a step each
+        case = dataclasses.replace(case, lengths=(1999,), capacity=2048)
     filled, q = fill(case), queries(case, 1)
     starts = jnp.maximum(filled.lengths - 1, 0)
     got = attend(case, filled, q, splits=splits)
