@@ -18,7 +18,7 @@ unexport PYTHONHOME
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-aot-tpu aot-tpu lint types format bench dev clean
+.PHONY: help demo test test-aot test-aot-tpu test-aot-gpu aot-tpu lint types format bench dev clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,8 @@ demo: $(venv)/.demo-installed  ## load a real model, ask about a long document, 
 test: $(venv)/.dev-installed  ## run all tests but those that need torch
 	"$(BIN)/python" -m pytest -m "not parity and not aot" -n 2 --dist worksteal $(ARGS)
 
+test-aot: test-aot-tpu test-aot-gpu  ## compile all kernels for accelerators that are not there
+
 # In an environment of its own: where libtpu is installed, JAX looks for a TPU unless it is told not to.
 test-aot-tpu:  ## compile the TPU kernels and a decode step for TPUs that are not there
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) --no-print-directory aot-tpu VENV=.venv-aot; \
@@ -36,6 +38,22 @@ test-aot-tpu:  ## compile the TPU kernels and a decode step for TPUs that are no
 
 aot-tpu: $(venv)/.aot-tpu-installed
 	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_tpu.py $(ARGS)
+
+# An environment of its own: an installed CUDA plugin looks for its device whenever JAX starts without JAX_PLATFORMS.
+test-aot-gpu:  ## compile the GPU kernels for five architectures, without a GPU (Linux)
+ifeq ($(shell uname -s),Linux)
+	@$(MAKE) --no-print-directory .venv-aot-gpu/.aot-gpu-installed VENV=.venv-aot-gpu
+	JAX_PLATFORMS=cpu .venv-aot-gpu/bin/python -m pytest -m aot tests/aot/test_gpu.py $(ARGS)
+else
+	@echo 'NOT TESTED: the GPU programs were not compiled, jax-cuda13-plugin has no wheel for this platform' >&2
+endif
+
+# The plugin of the JAX that was installed; of the CUDA toolkit only the assembler, not the libraries.
+.venv-aot-gpu/.aot-gpu-installed: .venv-aot-gpu/.dev-installed
+	version=$$(.venv-aot-gpu/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	  .venv-aot-gpu/bin/python -m pip install -qq \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
+	@touch "$@"
 
 lint: $(venv)/.dev-installed  ## check style and formatting
 	"$(BIN)/python" -m ruff check .
@@ -54,7 +72,7 @@ bench: $(venv)/.demo-installed  ## time prefill and decode, dense and Quest
 dev: $(venv)/.dev-installed  ## make the environment for development, run nothing
 
 clean:  ## remove .venv and everything built
-	rm -rf .venv .venv-aot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-aot-gpu build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment made by something else than the rule below (uv) may have no pip yet.

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_scores.op import page_scores
 from quest_jax.policies.base import Policy, Selection
 
@@ -118,7 +119,7 @@ class Quest(Policy):
         return jnp.where(live, shared, -jnp.inf)
 
     def select(self, scores: Float[Array, "B lists P"], lengths: Int[Array, "B"], page_size: int) -> Selection:
-        """Takes the top pages; the lowest page wins a tie."""
+        """Takes the top pages; the lowest page wins a tie, but on a GPU: see :func:`largest`."""
         pages = scores.shape[-1]
         page = jnp.arange(pages)
         used = -(-lengths // page_size)  # [B]
@@ -133,14 +134,29 @@ class Quest(Policy):
             count = jnp.where(lengths <= self.budget, width, most)
             # Forced pages enter by score, the current page above the sink: with a budget of one page it is the one.
             sinks = self.sink_pages if self.variant == "quest" else 0
-            largest = float(jnp.finfo(jnp.float32).max)
-            scores = jnp.minimum(scores, largest / 2)  # a bound that overflowed does not push out a forced page
-            scores = jnp.where((page < sinks) & (scores > -jnp.inf), largest, scores)
+            most_score = float(jnp.finfo(jnp.float32).max)
+            scores = jnp.minimum(scores, most_score / 2)  # a bound that overflowed does not push out a forced page
+            scores = jnp.where((page < sinks) & (scores > -jnp.inf), most_score, scores)
             scores = jnp.where(page == (used - 1)[:, None, None], jnp.inf, scores)
         count = jnp.minimum(count, used)
-        best = lax.top_k(scores, width)[1]
-        taken = jnp.arange(width) < count[:, None, None]
+        best = largest(scores, width)
         # Ascending, the dead at the end; they stay in range because they are gathered all the same.
-        ascending = jnp.sort(jnp.where(taken, best, pages), axis=-1)
+        if self.variant != "sim" and width <= most:
+            # Fewer live than taken only where the row has no more pages: the rest scored -inf and lies behind them.
+            ascending = jnp.sort(best, axis=-1)
+        else:
+            taken = jnp.arange(width) < count[:, None, None]
+            ascending = jnp.minimum(jnp.sort(jnp.where(taken, best, pages), axis=-1), pages - 1)
         counts = jnp.broadcast_to(count[:, None], scores.shape[:2]).astype(jnp.int32)
-        return Selection(jnp.minimum(ascending, pages - 1).astype(jnp.int32), counts)
+        return Selection(ascending.astype(jnp.int32), counts)
+
+
+def largest(scores: Float[Array, "*lists P"], count: int) -> Int[Array, "*lists count"]:
+    """Returns the indices of the ``count`` largest scores, largest first.
+
+    Of equal scores the lowest index comes first. On a GPU their order is arbitrary, and so is which of them are taken
+    at the cut: only without an order of its own does XLA compile a selection (up to 128 of float32, Quest's usual 2048
+    tokens in pages of 16) instead of a sort of everything. Compare selected scores across devices, not pages.
+    """
+    stable = dispatch.current_target().platform != "gpu"
+    return lax.top_k(scores, count, is_stable=stable)[1]

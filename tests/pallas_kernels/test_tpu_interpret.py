@@ -19,6 +19,8 @@ from quest_jax.pallas_kernels.page_scores import tpu as page_scores
 from tests.pallas_kernels import test_page_attention, test_page_scores
 from tests.pallas_kernels.cases import CASES, TOLERANCE, Case, empty_pool, fill, queries
 
+# Minutes of interpretation: on the newest JAX only, in .ci/run.
+pytestmark = pytest.mark.slow
 PLAIN = pltpu.InterpretParams(uninitialized_memory="nan")
 RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # What the kernels serve, of the shared table and beyond it. Each costs seconds of compilation, so the sizes are mixed.

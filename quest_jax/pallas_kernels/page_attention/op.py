@@ -3,11 +3,12 @@
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.page_attention import reference, tpu
+from quest_jax.pallas_kernels.page_attention import gpu, reference, tpu
 from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("mosaic_tpu", tpu.page_attention, tpu.why_not),
+    dispatch.Implementation("mosaic_gpu", gpu.page_attention, gpu.why_not),
     dispatch.Implementation("xla", reference.page_attention, dispatch.serves_everything),
 )
 
@@ -43,7 +44,7 @@ def page_attention(
         past ``counts`` are not attended, but must be in range. No page twice.
       counts: live entries of each list.
       layer: index into a stacked pool.
-      implementation: ``None``, ``"mosaic_tpu"`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_tpu"``, ``"mosaic_gpu"`` or ``"xla"``.
 
     Returns:
       ``(out, lse)``: output in the dtype of ``q``, and float32 log-sum-exp of the scaled scores (``-inf`` for a query

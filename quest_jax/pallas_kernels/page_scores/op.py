@@ -5,11 +5,12 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.page_scores import reference, tpu
+from quest_jax.pallas_kernels.page_scores import gpu, reference, tpu
 from quest_jax.pallas_kernels.pages import Layer, PoolShape
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("mosaic_tpu", tpu.page_scores, tpu.why_not),
+    dispatch.Implementation("mosaic_gpu", gpu.page_scores, gpu.why_not),
     dispatch.Implementation("xla", reference.page_scores, dispatch.serves_everything),
 )
 
@@ -44,7 +45,7 @@ def page_scores(
       reduce: over the query heads of a group. ``mean`` and ``max`` give K lists, ``none`` gives H.
       beta: size of the box, 1 for the bound.
       layer: index into stacked metadata.
-      implementation: ``None``, ``"mosaic_tpu"`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_tpu"``, ``"mosaic_gpu"`` or ``"xla"``.
 
     Returns:
       float32 scores of ``q . k``, not divided by ``sqrt(D)``.

@@ -1,0 +1,38 @@
+"""Reads ptxas' report of the kernels, and prints it as a table.
+
+``python -m tests.aot.gpu_programs 90 2>&1 | python -m tests.aot.gpu_kernels``
+"""
+
+import re
+import sys
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    """One kernel of one program: registers of a thread, bytes spilled by it."""
+
+    program: str
+    name: str
+    target: str
+    registers: int
+    spilled: int
+
+
+def kernels_of(report: str) -> list[Kernel]:
+    kernels, program, name, target, spilled = [], "", "", "", 0
+    for line in report.splitlines():
+        if line.startswith("PROGRAM "):
+            program = line.removeprefix("PROGRAM ")
+        elif found := re.search(r"Compiling entry function '(\w+?)_mosaic_gpu\w*' for 'sm_(\w+)'", line):
+            name, target = found.groups()
+        elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads\s*$", line):
+            spilled = int(found[1]) + int(found[2])
+        elif found := re.search(r"Used (\d+) registers", line):
+            kernels.append(Kernel(program, name, target, int(found[1]), spilled))
+    return kernels
+
+
+if __name__ == "__main__":
+    print("| program | kernel | sm | registers | bytes spilled |\n|---|---|---|---|---|")
+    for kernel in kernels_of(sys.stdin.read()):
+        print("| " + " | ".join(map(str, kernel)) + " |")

@@ -1,0 +1,73 @@
+"""The GPU programs compiled for five architectures: no spills, the fast selection, few launches, no cache copied.
+
+Compiled, not run. ``make test-aot-gpu`` makes the environment; it needs Linux on x86-64 or AArch64, and no GPU.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.aot.gpu_kernels import Kernel, kernels_of
+
+pytestmark = pytest.mark.aot
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@functools.cache
+def compiled(architecture: str) -> tuple[dict, list[Kernel]]:
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.fail("expected jax-cuda13-plugin and nvidia-cuda-nvcc in this environment; run `make test-aot-gpu`")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.aot.gpu_programs", architecture],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    result = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    return json.loads(result), kernels_of(done.stdout)
+
+
+@pytest.mark.parametrize("architecture", ["80", "89", "90", "100", "120"])
+class TestEveryArchitecture:
+    def test_kernels_do_not_spill(self, architecture):
+        _, kernels = compiled(architecture)
+        names = {kernel.name for kernel in kernels}
+        assert names == {"page_attention", "page_attention_merge", "page_scores"}
+        assert {re.match(r"\d+", kernel.target)[0] for kernel in kernels} == {architecture}
+        assert [kernel for kernel in kernels if kernel.spilled or kernel.registers > 255] == []
+
+    def test_score_select_attend_is_seven_launches(self, architecture):
+        """Six, and one for the counts, which a whole decode step computes once for all layers."""
+        ran = compiled(architecture)[0]["chain"]
+        assert len(ran) == 7, ran
+        assert sum("mosaic_gpu" in one for one in ran) == 3
+        assert sum("__gpu$TopK" in one for one in ran) == 1
+
+    def test_a_layer_of_the_decode_step_is_six_launches(self, architecture):
+        ran = compiled(architecture)[0]["step"]["launches"]
+        for layer in ("layer_0", "layer_1"):
+            scores, merge = (
+                next(i for i, launch in enumerate(ran) if layer in launch and f"{kernel}/" in launch)
+                for kernel in ("page_scores", "page_attention_merge")
+            )
+            assert merge - scores + 1 == 6, ran[scores : merge + 1]
+        assert sum("mosaic_gpu" in launch for launch in ran) == 6
+        assert sum("__gpu$TopK" in launch for launch in ran) == 2
+
+    def test_what_is_no_fast_selection_is_told_apart(self, architecture):
+        for control in ("stable", "129 of them"):
+            ran = compiled(architecture)[0][control]
+            assert ran and not any("__gpu$TopK" in launch for launch in ran), ran
+
+    def test_the_decode_step_copies_no_cache(self, architecture):
+        step = compiled(architecture)[0]["step"]
+        assert step["cache_copies"] == []
+        assert step["aliased_bytes"] >= step["cache_bytes"] > 1e9
+        assert step["temporary_bytes"] < 0.1 * step["cache_bytes"]
