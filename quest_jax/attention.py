@@ -25,7 +25,7 @@ class PageReads(struct.PyTreeNode):
     Attributes:
       read: int32, pages of keys and values, summed over the lists (per KV head, or per query head).
       live: int32, pages that hold tokens, summed over the KV heads: what dense attention reads.
-      scored: int32, pages whose min/max was read, summed over the KV heads; 0 without selection.
+      scored: int32, pages that were scored by their min and max, summed over the KV heads; 0 without selection.
       whole: bool, no page was left out.
     """
 
@@ -178,10 +178,10 @@ def decode_attention(layer, q, k, v, state):
         pages=selection.pages, counts=selection.counts, implementation=state.implementation,
     )  # fmt: skip
     used = -(-cache.lengths // cache.page_size)
-    scored = jnp.full_like(used, k.shape[2] * cache.pages_per_row)
+    live = used * k.shape[2]
     whole = (selection.counts == used[:, None]).all(axis=-1)
     state = state.replace(cache=cache)
-    return out, _record(state, layer, selection.counts.sum(axis=-1), used * k.shape[2], scored, whole)
+    return out, _record(state, layer, selection.counts.sum(axis=-1), live, live, whole)
 
 
 def _append(layer, q, k, v, state):

@@ -98,7 +98,7 @@ def test_reads_are_those_of_the_selection():
     reads = state.reads
     assert reads.read.tolist() == [[13 * KV_HEADS, 0], [3 * KV_HEADS, 0]]
     assert reads.live.tolist() == [[13 * KV_HEADS, 0], [13 * KV_HEADS, 0]]
-    assert reads.scored.tolist() == [[0, 0], [16 * KV_HEADS, 0]]
+    assert reads.scored.tolist() == [[0, 0], [13 * KV_HEADS, 0]]
     assert reads.whole.tolist() == [[True, False], [False, False]]
 
 

@@ -106,16 +106,16 @@ class Quest(Policy):
         if reduce in ("mean", "max", "per_head"):
             return scores
         by_head = scores.reshape(q.shape[0], meta.shape[-3], -1, scores.shape[-1])  # [B, K, G, P]
-        live = by_head[:, :, 0] > -jnp.inf
+        rows, kv_heads, group, pages = by_head.shape
+        live = (jnp.arange(pages) * page_size < lengths[:, None])[:, None]
         if reduce == "sum_softmax":
             shared = jax.nn.softmax(by_head * q.shape[-1] ** -0.5, axis=-1).sum(axis=2)
         else:
-            # Rank of each page in each head's list (stable: the lower page first), then the turn at which the heads,
-            # picking one after the other, would take it.
-            order = jnp.argsort(by_head, axis=-1, descending=True, stable=True)
-            rank = jnp.argsort(order, axis=-1)
-            heads = jnp.arange(by_head.shape[2])[:, None]
-            shared = -(rank * by_head.shape[2] + heads).min(axis=2).astype(jnp.float32)
+            # The turn at which the heads, picking one page after the other, would take each of their best.
+            best = largest(by_head, min(-(-self.budget // page_size), pages))
+            turns = jnp.arange(best.shape[-1]) * group + jnp.arange(group)[:, None]
+            at = jnp.arange(rows)[:, None, None, None], jnp.arange(kv_heads)[:, None, None], best
+            shared = jnp.full((rows, kv_heads, pages), -float(pages * group)).at[at].max(-turns)
         return jnp.where(live, shared, -jnp.inf)
 
     def select(self, scores: Float[Array, "B lists P"], lengths: Int[Array, "B"], page_size: int) -> Selection:

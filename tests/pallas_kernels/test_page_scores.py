@@ -42,6 +42,17 @@ def test_equals_the_equation(case, reduce, beta):
     np.testing.assert_allclose(np.asarray(got)[live] / scale, expected[live] / scale, atol=TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("reduce", ["mean", "max", "none"])
+@pytest.mark.parametrize("longest", [1, 2048, 2049, 2400, 2401, 4095, 4800])
+def test_large_capacities_are_scored_as_far_as_the_longest_row(longest, reduce):
+    """600 pages are three blocks, the last of them moved back; from half of them on they are scored in one piece."""
+    case = Case(page_size=8, capacity=4800, head_dim=16, lengths=(longest, min(longest, 700), 0))
+    filled, q = fill(case), queries(case, 1)[:, 0]
+    got = page_scores(q, filled.meta, filled.lengths, page_size=8, reduce=reduce)
+    expected = reference(case, q, filled, reduce, beta=1.0)
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-5)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),

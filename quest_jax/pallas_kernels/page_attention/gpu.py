@@ -273,9 +273,10 @@ def _attend(
         filled((head_dim, GROUP), 0.0, lay.sum),
     )
     top, total, out = lax.fori_loop(0, steps, attend_step, carry)
-    safe = jnp.where(total > 0, total, 1.0)
+    seen = total != 0  # true of NaN: what real keys say is not hidden
+    safe = jnp.where(seen, total, 1.0)
     out = out / across(safe, out.shape)
-    lse = jnp.where(total > 0, top + jnp.log2(safe), EMPTY)
+    lse = jnp.where(seen, top + jnp.log2(safe), EMPTY)
     if splits == 1:
         _write(outs["out"], outs["lse"].at[index], out, lse, index * group, group, pl.ds(0, head_dim), lay, True)
     else:
@@ -323,7 +324,7 @@ def _write(out_ref, lse_ref, out, lse, head, group, channels, lay, writes_lse):
 
     @pl.when(writes_lse)
     def _():
-        store(lse_ref, jnp.where(lse > EMPTY / 2, lse * math.log(2), -jnp.inf))
+        store(lse_ref, jnp.where(lse < EMPTY / 2, -jnp.inf, lse * math.log(2)))
 
 
 def _step_bytes(page_size: int, head_dim: int) -> int:

@@ -281,7 +281,7 @@ def _kernel(
         return 1 - buffer
 
     turn[0] = lax.fori_loop(0, n_blocks, attend, turn[0])
-    seen = total[...] > 0
+    seen = total[...] != 0  # true of NaN: what real keys say is not hidden
     safe = jnp.where(seen, total[...], 1)
     out_ref[0] = (weighted[...] / safe).astype(out_ref.dtype)
     lse_ref[0] = jnp.where(seen, top[...] + jnp.log(safe), -jnp.inf)
