@@ -18,10 +18,11 @@ from quest_jax.decode import DecodeState, decode_step, feed_tokens, prefill, rep
 from quest_jax.generate import Chunk, Generation, generate, stream
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.params import Params, random_params
-from quest_jax.policies.base import Dense, Policy, Selection
+from quest_jax.policies.base import Dense, LayerView, PagePolicy, Policy, Selection
 from quest_jax.policies.quest import Quest
+from quest_jax.policies.quoka import QuoKA
 from quest_jax.sampling import Greedy, Sample, make_sampler, sample
-from quest_jax.stats import DecodeStats
+from quest_jax.stats import DecodeStats, ReadStats
 from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer, load_tokenizer
 from quest_jax.weights.load import load, save
 
@@ -37,11 +38,15 @@ __all__ = [
     "Detokenizer",
     "Generation",
     "Greedy",
+    "LayerView",
     "LlamaConfig",
+    "PagePolicy",
     "PageReads",
     "Params",
     "Policy",
     "Quest",
+    "QuoKA",
+    "ReadStats",
     "RopeConfig",
     "Sample",
     "Selection",

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.cache import Cache, init_cache
+from quest_jax.pallas_kernels.append.norms import append_norms
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention.op import page_attention
-from quest_jax.pallas_kernels.pages import Layout
-from quest_jax.policies.base import Dense, Policy
+from quest_jax.pallas_kernels.pages import Layout, as_tokens
+from quest_jax.policies.base import Dense, LayerView, Policy, checked
 
 
 class PageReads(struct.PyTreeNode):
@@ -25,8 +27,10 @@ class PageReads(struct.PyTreeNode):
     Attributes:
       read: int32, pages of keys and values, summed over the lists (per KV head, or per query head).
       live: int32, pages that hold tokens, summed over the KV heads: what dense attention reads.
-      scored: int32, pages that were scored by their min and max, summed over the KV heads; 0 without selection.
+      scored: int32, pages (by min and max) or keys that were scored, summed over the KV heads; 0 without selection.
       whole: bool, no page was left out.
+
+    Where the policy lists tokens, ``read`` and ``live`` count these: :meth:`~quest_jax.policies.base.Policy.unit`.
     """
 
     read: Int[Array, "*steps B"]
@@ -42,7 +46,8 @@ class AttentionState(struct.PyTreeNode):
       cache: keys, values, metadata, and lengths that already count the tokens announced by :func:`extend`.
       starts: int32 ``[B]``, position of the first announced token of each row.
       reads: what the last call of each layer read; zeros for a row that brought no token.
-      policy: which pages a decoding query reads; static.
+      policy: what a decoding query reads; static.
+      prefill_policy: what the queries of several new tokens read; static.
       implementation: of every op, None for the best that serves; static.
     """
 
@@ -50,6 +55,7 @@ class AttentionState(struct.PyTreeNode):
     starts: Int[Array, "B"]
     reads: PageReads
     policy: Policy = struct.field(pytree_node=False)
+    prefill_policy: Policy = struct.field(pytree_node=False, default=Dense())
     implementation: str | None = struct.field(pytree_node=False, default=None)
 
 
@@ -61,6 +67,7 @@ def init_attention(
     batch: int,
     capacity: int,
     policy: Policy | None = None,
+    prefill_policy: Policy | None = None,
     page_size: int = 16,
     dtype=jnp.float32,
     layout: Layout | Literal["auto"] = "auto",
@@ -72,10 +79,11 @@ def init_attention(
       n_layers, n_kv_heads, head_dim, batch, capacity, page_size, dtype, layout: see
         :func:`~quest_jax.cache.init_cache`.
       policy: for decoding; None is dense.
+      prefill_policy: for several new tokens at once; None is dense.
       implementation: of every op; None takes the best that serves the call.
 
     Raises:
-      ValueError: a size out of range, or a policy that cannot work with this page size.
+      ValueError: a size out of range, or a policy that cannot work with this page size or does not serve prefill.
       TypeError: a policy that is none.
 
     Example:
@@ -88,13 +96,11 @@ def init_attention(
       >>> out.shape, int(state.cache.lengths[0])
       ((1, 1, 4, 8), 1)
     """
-    policy = Dense() if policy is None else policy
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy: expected a quest_jax policy such as Quest(budget=1024) or None, got {policy!r}.")
-    policy.check(page_size)
+    policy, prefill_policy = checked(policy, page_size), checked(prefill_policy, page_size, prefills=True)
     cache = init_cache(
         n_layers, n_kv_heads, head_dim,
         batch=batch, capacity=capacity, page_size=page_size, dtype=dtype, layout=layout,
+        norms=policy.needs_norms or prefill_policy.needs_norms,
     )  # fmt: skip
     return AttentionState(
         cache=cache,
@@ -102,6 +108,7 @@ def init_attention(
         starts=jnp.zeros(batch, jnp.int32),
         reads=init_reads(n_layers, batch),
         policy=policy,
+        prefill_policy=prefill_policy,
         implementation=implementation,
     )
 
@@ -136,7 +143,7 @@ def attend(
     v: Float[Array, "B T K D"],
     state: AttentionState,
 ) -> tuple[Float[Array, "B T H D"], AttentionState]:
-    """Writes a layer's new tokens and attends: one token a row decodes by the policy, several are dense prefill.
+    """Writes a layer's new tokens and attends: one a row by ``state.policy``, several by ``state.prefill_policy``.
 
     Tokens past what :func:`extend` announced for a row are padding: not written, and their output is zero.
 
@@ -155,33 +162,71 @@ def attend(
 
 
 def prefill_attention(layer, q, k, v, state):
-    """As :func:`attend`: every new token attends to all tokens before it, whatever the policy."""
-    cache, kv = _append(layer, q, k, v, state)
-    out, _ = page_attention(q, kv, state.starts, cache.lengths, cache.page_table, implementation=state.implementation)
-    live = -(-cache.lengths // cache.page_size) * k.shape[2]
-    nothing = jnp.zeros_like(live)
-    return out, _record(state.replace(cache=cache), layer, live, live, nothing, nothing == 0)
+    """As :func:`attend`: new tokens attend to what the prefill policy selects for all of them, and to themselves."""
+    return _attend_by(state.prefill_policy, layer, q, k, v, state)
 
 
 def decode_attention(layer, q, k, v, state):
-    """As :func:`attend`: one new token a row attends to the pages that the policy selects for it."""
+    """As :func:`attend`: one new token a row attends to what the policy selects for it."""
     if q.shape[1] != 1:
         raise ValueError(f"decode_attention: expected one token per row, got {q.shape[1]}; use attend for several.")
-    policy = state.policy
-    if policy.is_dense(layer, state.cache.pages_per_row, state.cache.page_size):
-        return prefill_attention(layer, q, k, v, state)
-    cache, kv = _append(layer, q, k, v, state)
-    scores = policy.score(q[:, 0], cache.meta[layer], cache.lengths, cache.page_size, state.implementation)
-    selection = policy.select(scores, cache.lengths, cache.page_size)
-    out, _ = page_attention(
-        q, kv, state.starts, cache.lengths, cache.page_table,
-        pages=selection.pages, counts=selection.counts, implementation=state.implementation,
-    )  # fmt: skip
-    used = -(-cache.lengths // cache.page_size)
-    live = used * k.shape[2]
-    whole = (selection.counts == used[:, None]).all(axis=-1)
-    state = state.replace(cache=cache)
-    return out, _record(state, layer, selection.counts.sum(axis=-1), live, live, whole)
+    return _attend_by(state.policy, layer, q, k, v, state)
+
+
+def _attend_by(policy, layer, q, k, v, state):
+    state = _append(layer, q, k, v, state)
+    cache = state.cache
+    unit = policy.unit(cache.page_size)
+    live = -(-cache.lengths // unit) * k.shape[2]
+    nothing = jnp.zeros_like(live)
+
+    def whole():
+        out, _ = page_attention(
+            q, cache.kv[layer], state.starts, cache.lengths, cache.page_table, implementation=state.implementation
+        )
+        return out, (live, live, nothing, nothing == 0)
+
+    def selected():
+        norms = None if cache.norms is None else cache.norms[layer]
+        view = LayerView(cache.kv[layer], cache.meta[layer], norms, state.starts, cache.lengths, cache.page_table)
+        selection = policy.choose(q, view, state.implementation)
+        kv, table = (view.kv, view.page_table) if unit == cache.page_size else as_tokens(view.kv, view.page_table)
+        out, lse = page_attention(
+            q, kv, view.starts, view.lengths, table,
+            pages=selection.pages, counts=selection.counts, implementation=state.implementation,
+        )  # fmt: skip
+        if policy.adds_own:
+            token = view.starts[:, None] + jnp.arange(q.shape[1])  # [B, T]
+            listed = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
+            listed = (listed[:, None] & (selection.pages[:, None] == token[:, :, None, None] // unit)).any(
+                axis=-1
+            )  # [B, T, lists]
+            out = _add_own(out, lse, q, k, v, listed | (token >= view.lengths[:, None])[..., None])
+        scored = policy.scored(view.starts, view.lengths, cache.page_size) * k.shape[2]
+        every = (selection.counts == -(-view.lengths // unit)[:, None]).all(axis=-1)
+        return out, (selection.counts.sum(axis=-1), live, scored, every)
+
+    if policy.is_dense(layer, cache.pages_per_row, cache.page_size):
+        out, counts = whole()
+    elif (covered := policy.covers(state.starts, cache.lengths)) is None:
+        out, counts = selected()
+    else:
+        out, counts = lax.cond(covered, whole, selected)
+    return out, _record(state, layer, *counts)
+
+
+def _add_own(out, lse, q, k, v, listed):
+    """Merges every query's own token into its result where that is not in its list (``listed`` ``[B, T, lists]``)."""
+    heads = q.shape[2]
+    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2).astype(jnp.float32) for x in (k, v))
+    logit = (q.astype(jnp.float32) * k).sum(axis=-1) * q.shape[-1] ** -0.5
+    logit = jnp.where(jnp.repeat(listed, heads // listed.shape[2], axis=2), -jnp.inf, logit)
+    top = jnp.maximum(lse, logit)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    before, own = jnp.exp(lse - top), jnp.exp(logit - top)
+    total = jnp.where(before + own != 0, before + own, 1)
+    merged = (out.astype(jnp.float32) * before[..., None] + v * own[..., None]) / total[..., None]
+    return merged.astype(out.dtype)
 
 
 def _append(layer, q, k, v, state):
@@ -194,11 +239,15 @@ def _append(layer, q, k, v, state):
         cache.kv[layer], cache.meta[layer], k, v, state.starts, cache.lengths, cache.page_table,
         implementation=state.implementation,
     )  # fmt: skip
-    replaced = cache.replace(
-        kv=(*cache.kv[:layer], kv, *cache.kv[layer + 1 :]),
-        meta=(*cache.meta[:layer], meta, *cache.meta[layer + 1 :]),
-    )
-    return replaced, kv
+    cache = cache.replace(kv=_with(cache.kv, layer, kv), meta=_with(cache.meta, layer, meta))
+    if cache.norms is not None:
+        norms = append_norms(cache.norms[layer], k, state.starts, cache.lengths)
+        cache = cache.replace(norms=_with(cache.norms, layer, norms))
+    return state.replace(cache=cache)
+
+
+def _with(layers, layer, new):
+    return (*layers[:layer], new, *layers[layer + 1 :])
 
 
 def _record(state, layer, *counts):

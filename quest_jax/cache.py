@@ -13,8 +13,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.append.norms import inverse_norms
 from quest_jax.pallas_kernels.append.reference import min_max
-from quest_jax.pallas_kernels.pages import KV, Layout, gather_pages, physical_pages, pool_dtype, pool_shape
+from quest_jax.pallas_kernels.pages import KV, Layout, gather_pages, physical_pages, pool_shape
 
 
 class Cache(struct.PyTreeNode):
@@ -25,12 +26,15 @@ class Cache(struct.PyTreeNode):
       meta: per layer, float32 ``[B, K, P, 2D]``: ``[min | max]`` of each page's real keys, in logical page order.
       lengths: int32 ``[B]``, tokens in each row.
       page_table: int32 ``[B, P]``, logical to pool page; None when row ``b`` owns pages ``[b * P, (b + 1) * P)``.
+      norms: per layer, float32 ``[B, K, P * S]``, the inverse norm of each real key by position; None where no policy
+        needs them.
     """
 
     kv: tuple[KV, ...]
     meta: tuple[Float[Array, "B K P D2"], ...]
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
+    norms: tuple[Float[Array, "B K L"], ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -56,7 +60,7 @@ class Cache(struct.PyTreeNode):
     @property
     def nbytes(self) -> int:
         """Bytes of pages and metadata."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.kv, self.meta)))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.kv, self.meta, self.norms)))
 
 
 def init_cache(
@@ -69,6 +73,7 @@ def init_cache(
     page_size: int = 16,
     dtype=jnp.float32,
     layout: Layout | Literal["auto"] = "auto",
+    norms: bool = False,
 ) -> Cache:
     """Makes an empty cache.
 
@@ -79,6 +84,7 @@ def init_cache(
       page_size: [S] tokens of a page. 16 is Quest's; 32 halves the metadata and the selection's work.
       dtype: of keys and values, float32, bfloat16 or float16. The metadata is float32, so that the bound holds.
       layout: ``auto`` is ``split`` on a CPU and ``fused`` elsewhere; see :mod:`quest_jax.pallas_kernels.pages`.
+      norms: keep the inverse norm of every key too, 4 bytes a token and KV head.
 
     Raises:
       ValueError: a size below 1, or an unknown dtype or layout.
@@ -111,13 +117,18 @@ def init_cache(
         meta=tuple(jnp.zeros((batch, n_kv_heads, pages, 2 * head_dim), jnp.float32) for _ in range(n_layers)),
         lengths=jnp.zeros(batch, jnp.int32),
         page_table=None,
+        norms=tuple(jnp.zeros((batch, n_kv_heads, pages * page_size), jnp.float32) for _ in range(n_layers))
+        if norms
+        else None,
     )
 
 
-def cache_nbytes(n_layers, n_kv_heads, head_dim, *, batch, capacity, page_size=16, dtype=jnp.float32) -> int:
+def cache_nbytes(
+    n_layers, n_kv_heads, head_dim, *, batch, capacity, page_size=16, dtype=jnp.float32, norms=False
+) -> int:
     """Returns the bytes that :func:`init_cache` of these sizes takes, without taking them."""
     pages = batch * -(-capacity // page_size)
-    per_page = page_size * 2 * head_dim * jnp.dtype(dtype).itemsize + 2 * head_dim * 4
+    per_page = page_size * (2 * head_dim * jnp.dtype(dtype).itemsize + 4 * norms) + 2 * head_dim * 4
     return n_layers * n_kv_heads * pages * per_page
 
 
@@ -142,6 +153,20 @@ def rebuild_metadata(cache: Cache) -> tuple[Float[Array, "B K P D2"], ...]:
     return tuple(one_layer(kv) for kv in cache.kv)
 
 
+def rebuild_norms(cache: Cache) -> tuple[Float[Array, "B K L"], ...]:
+    """Computes the inverse key norms of every layer anew from the pages; positions without a token get zeros."""
+    rows = jnp.arange(cache.lengths.shape[0])[:, None, None]
+    physical = physical_pages(cache.page_table, rows, jnp.arange(cache.pages_per_row), cache.pages_per_row)
+    heads = jnp.arange(pool_shape(cache.kv[0]).kv_heads)[:, None]
+    real = (jnp.arange(cache.capacity) < cache.lengths[:, None])[:, None]
+
+    def one_layer(kv: KV):
+        keys, _ = gather_pages(kv, *jnp.broadcast_arrays(heads, physical))
+        return jnp.where(real, inverse_norms(keys).reshape(*keys.shape[:2], -1), 0)
+
+    return tuple(one_layer(kv) for kv in cache.kv)
+
+
 def token_slots(cache: Cache) -> Bool[Array, "N S"]:
     """Marks the slots of the pool that hold a real token."""
     pages = pool_shape(cache.kv[0]).pages
@@ -150,14 +175,3 @@ def token_slots(cache: Cache) -> Bool[Array, "N S"]:
     physical = physical_pages(cache.page_table, rows, logical, cache.pages_per_row)
     at = logical[:, None] * cache.page_size + jnp.arange(cache.page_size)
     return jnp.zeros((pages, cache.page_size), bool).at[physical].set(at < cache.lengths[:, None, None])
-
-
-def page_nbytes(cache: Cache) -> int:
-    """Returns the bytes of one page of one KV head: what reading it costs."""
-    shape = pool_shape(cache.kv[0])
-    return shape.page_size * 2 * shape.head_dim * pool_dtype(cache.kv[0]).itemsize
-
-
-def meta_nbytes(cache: Cache) -> int:
-    """Returns the bytes of one page's metadata for one KV head."""
-    return cache.meta[0].shape[-1] * cache.meta[0].dtype.itemsize

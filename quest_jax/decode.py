@@ -14,13 +14,23 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from quest_jax.attention import AttentionState, decode_attention, extend, init_attention, prefill_attention
+from quest_jax.attention import (
+    AttentionState,
+    PageReads,
+    decode_attention,
+    extend,
+    init_attention,
+    init_reads,
+    prefill_attention,
+)
 from quest_jax.cache import cache_nbytes
 from quest_jax.inputs import (
     as_batch,
+    as_chunk,
     as_eos,
     as_params,
     as_policy,
+    as_prefill_policy,
     as_seeds,
     as_size,
     bucket,
@@ -67,17 +77,19 @@ def prefill(
     capacity: int | None = None,
     budget: int | None = None,
     policy: Policy | None = None,
+    prefill_budget: int | None = None,
+    prefill_policy: Policy | None = None,
     temperature: Any = 0.0,
     top_k: int | None = None,
     top_p: Any = None,
     seed: Any = 0,
     eos_token_ids: Any = None,
     page_size: int = 16,
-    chunk: int = 256,
+    chunk: int | None = None,
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecodeState:
-    """Reads prompts into a new cache, dense, in chunks: memory grows with the prompt, not with its square.
+    """Reads prompts into a new cache, in chunks: memory grows with the prompt, not with its square.
 
     Args:
       params: of :func:`quest_jax.load`.
@@ -87,11 +99,13 @@ def prefill(
         of four sizes per octave.
       budget: tokens that a decode step reads, by Quest with its defaults. None is dense.
       policy: another policy, instead of ``budget``.
+      prefill_budget: past tokens that a chunk of the prompt reads, by QuoKA with its defaults. None is dense.
+      prefill_policy: another policy for the prompt, instead of ``prefill_budget``.
       temperature, top_k, top_p: 0 is greedy; see :func:`quest_jax.sampling.make_sampler`.
       seed: one for the batch, or one a row: then a row draws what it would draw alone with its seed.
       eos_token_ids: ids that end a row; None for the model's own, () for none.
       page_size: [S] tokens of a page.
-      chunk: tokens of a prefill step.
+      chunk: tokens of a prefill step; None for the prefill policy's own, 256 without one.
       implementation: of every op, e.g. ``"xla"``; None takes the best that serves.
       progress: called with (tokens read, tokens in all) after every chunk; not inside ``jit``.
 
@@ -105,9 +119,40 @@ def prefill(
     Recompiles for another batch size, capacity size, page size, chunk, policy, model or dtype; not for another prompt
     length, temperature, top_p, seed or eos.
     """
+    return read_prompts(
+        params, tokens, lengths=lengths, capacity=capacity, budget=budget, policy=policy,
+        prefill_budget=prefill_budget, prefill_policy=prefill_policy, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed, eos_token_ids=eos_token_ids, page_size=page_size, chunk=chunk,
+        implementation=implementation, progress=progress,
+    )[0]  # fmt: skip
+
+
+def read_prompts(
+    params: Params,
+    tokens: Any,
+    *,
+    lengths: Any = None,
+    capacity: int | None = None,
+    budget: int | None = None,
+    policy: Policy | None = None,
+    prefill_budget: int | None = None,
+    prefill_policy: Policy | None = None,
+    temperature: Any = 0.0,
+    top_k: int | None = None,
+    top_p: Any = None,
+    seed: Any = 0,
+    eos_token_ids: Any = None,
+    page_size: int = 16,
+    chunk: int | None = None,
+    implementation: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[DecodeState, PageReads]:
+    """As :func:`prefill`, and returns what every chunk read too, ``[chunks, layers, B]``."""
     config = as_params(params).config
-    page_size, chunk = as_size("page_size", page_size), as_size("chunk", chunk)
+    page_size = as_size("page_size", page_size)
     policy = as_policy(budget, policy, page_size)
+    prefill_policy = as_prefill_policy(prefill_budget, prefill_policy, page_size)
+    chunk = as_chunk(chunk, prefill_policy)
     sampler = make_sampler(temperature, top_k, top_p)
     if top_k is not None and top_k > config.vocab_size:
         raise ValueError(f"top_k: expected at most the vocabulary, {config.vocab_size}, got {top_k}.")
@@ -132,11 +177,13 @@ def prefill(
     room: dict[str, Any] = dict(batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype)
     traced = inside_jit() or is_traced(params, tokens, lengths)
     if not traced:
-        needed = cache_nbytes(*sizes, **room)
+        needed = cache_nbytes(*sizes, **room, norms=policy.needs_norms or prefill_policy.needs_norms)
         what = f"the KV cache of {len(tokens)} x {capacity} tokens in {jnp.dtype(dtype).name}"
         check_memory(needed, 0, what, "take a smaller batch, fewer tokens or bfloat16 weights, or free memory")
     state = DecodeState(
-        attention=init_attention(*sizes, **room, policy=policy, implementation=implementation),
+        attention=init_attention(
+            *sizes, **room, policy=policy, prefill_policy=prefill_policy, implementation=implementation
+        ),
         logits=jnp.zeros((len(tokens), config.vocab_size), jnp.float32),
         done=jnp.zeros(len(tokens), bool),
         keys=row_keys(seed, len(tokens)),
@@ -149,17 +196,30 @@ def prefill(
     lengths = jnp.asarray(lengths, jnp.int32)
     if traced:
 
-        def read(i, state):
+        def read(i, carry):
+            state, reads = carry
             piece = lax.dynamic_slice_in_dim(padded, i * chunk, chunk, axis=1)
-            return _prefill_chunk(params, state, piece, i * chunk, lengths)
+            state = _prefill_chunk(params, state, piece, i * chunk, lengths)
+            return state, jax.tree.map(lambda every, now: every.at[i].set(now), reads, state.attention.reads)
 
-        return lax.fori_loop(0, -(-lengths.max() // chunk), read, state)
+        reads = init_reads(padded.shape[1] // chunk, config.n_layers, len(tokens))
+        state, reads = lax.fori_loop(0, -(-lengths.max() // chunk), read, (state, reads))
+        return _without_norms(state), reads
+    chunks = []
     for start in range(0, longest, chunk):
         state = _prefill_chunk_jit(params, state, padded[:, start : start + chunk], jnp.int32(start), lengths)
+        chunks.append(jax.tree.map(jnp.copy, state.attention.reads))  # the state is donated to the next chunk
         if progress is not None:
             jax.block_until_ready(state.logits)
             progress(min(start + chunk, longest), longest)
-    return state
+    return _without_norms(state), jax.tree.map(lambda *steps: jnp.stack(steps), *chunks)
+
+
+def _without_norms(state: DecodeState) -> DecodeState:
+    """Drops what no decode step will read, so that none has to keep it up to date."""
+    if state.attention.policy.needs_norms:
+        return state
+    return state.replace(attention=state.attention.replace(cache=state.attention.cache.replace(norms=None)))
 
 
 def decode_step(params: Params, state: DecodeState) -> tuple[DecodeState, Int[Array, "B"]]:
@@ -229,8 +289,18 @@ def feed_tokens(params: Params, state: DecodeState, tokens: Any, *, lengths: Any
 
 
 def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Policy | None = None) -> DecodeState:
-    """Returns the state decoding with another budget or policy; neither is dense. The cache is shared, not copied."""
-    policy = as_policy(budget, policy, state.attention.cache.page_size)
+    """Returns the state decoding with another budget or policy; neither is dense. The cache is shared, not copied.
+
+    Raises:
+      TypeError, ValueError: no policy, or one that needs key norms where the state has none.
+    """
+    cache = state.attention.cache
+    policy = as_policy(budget, policy, cache.page_size)
+    if policy.needs_norms and cache.norms is None:
+        raise ValueError(
+            f"policy: {type(policy).__name__} reads inverse key norms, which this cache does not keep; prefill with a "
+            "policy that needs them (policy=), then others can replace it."
+        )
     return state.replace(attention=state.attention.replace(policy=policy))
 
 

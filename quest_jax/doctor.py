@@ -16,10 +16,11 @@ from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.op import IMPLEMENTATIONS as APPEND
 from quest_jax.pallas_kernels.page_attention.op import IMPLEMENTATIONS as PAGE_ATTENTION
 from quest_jax.pallas_kernels.page_scores.op import IMPLEMENTATIONS as PAGE_SCORES
+from quest_jax.pallas_kernels.token_scores.op import IMPLEMENTATIONS as TOKEN_SCORES
 from quest_jax.weights.smollm2 import cache_directory
 
 PACKAGES = ("quest-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
-OPS = {"append": APPEND, "page_scores": PAGE_SCORES, "page_attention": PAGE_ATTENTION}
+OPS = {"append": APPEND, "page_scores": PAGE_SCORES, "page_attention": PAGE_ATTENTION, "token_scores": TOKEN_SCORES}
 
 
 def examine() -> dict[str, Any]:

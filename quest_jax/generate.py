@@ -11,8 +11,8 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Int
 
-from quest_jax.attention import init_reads
-from quest_jax.decode import DecodeState, decode_step, prefill
+from quest_jax.attention import PageReads, init_reads
+from quest_jax.decode import DecodeState, decode_step, prefill, read_prompts
 from quest_jax.inputs import as_batch, as_params, as_size, inside_jit, is_traced
 from quest_jax.params import Params
 from quest_jax.sampling import NO_TOKEN
@@ -30,7 +30,7 @@ class Generation(struct.PyTreeNode):
     Attributes:
       tokens: int32 ``[B, max_new_tokens]``, the new tokens only, the eos included; -1 past ``lengths``.
       lengths: int32 ``[B]``, new tokens of each row.
-      stats: pages and bytes that every step and layer read.
+      stats: pages and bytes that every decode step and layer read; ``stats.prefill``: every chunk of the prompt.
     """
 
     tokens: Int[Array, "B n"]
@@ -54,7 +54,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Generation:
-    """Generates text for a batch of prompts: dense prefill, then decoding that reads ``budget`` tokens a step.
+    """Generates text for a batch of prompts, read by chunks, then decoding that reads ``budget`` tokens a step.
 
     Args:
       params: of :func:`quest_jax.load`.
@@ -62,9 +62,9 @@ def generate(
       max_new_tokens: most tokens per row.
       stop: strings at which a row ends; the token that completes one is the row's last. Needs ``tokenizer``.
       tokenizer: of :func:`quest_jax.load_tokenizer`.
-      **options: ``budget``, ``policy``, ``lengths``, ``temperature``, ``top_k``, ``top_p``, ``seed``,
-        ``eos_token_ids``, ``page_size``, ``chunk``, ``capacity``, ``implementation``, ``progress`` as in
-        :func:`prefill`.
+      **options: ``budget``, ``policy``, ``prefill_budget``, ``prefill_policy``, ``lengths``, ``temperature``,
+        ``top_k``, ``top_p``, ``seed``, ``eos_token_ids``, ``page_size``, ``chunk``, ``capacity``, ``implementation``,
+        ``progress`` as in :func:`prefill`.
 
     Returns:
       the new tokens, their number, and what was read.
@@ -88,10 +88,10 @@ def generate(
     if inside_jit() or is_traced(params, tokens, options):
         if stop:
             raise ValueError("stop: strings are matched on the host, got them inside jit; call generate outside it.")
-        state = _start(params, tokens, max_new_tokens, options)
+        state, read = _start(params, tokens, max_new_tokens, options)
         state, new, reads = _decode_block(params, state, max_new_tokens, max_new_tokens)
-        return Generation(new, (new != NO_TOKEN).sum(axis=1), make_stats(state, reads))
-    state = _start(params, tokens, max_new_tokens, options)
+        return Generation(new, (new != NO_TOKEN).sum(axis=1), make_stats(state, reads, read))
+    state, prompt_reads = _start(params, tokens, max_new_tokens, options)
     matchers = [_Matcher(tokenizer, stop) for _ in range(len(state.done))] if stop and tokenizer else None
     blocks, reads, made = [], [], 0
     while made < max_new_tokens and not bool(state.done.all()):
@@ -108,7 +108,7 @@ def generate(
     new = np.pad(new, ((0, 0), (0, max_new_tokens - new.shape[1])), constant_values=NO_TOKEN)
     steps = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)[:made]), *reads)
     lengths = jnp.asarray((new != NO_TOKEN).sum(axis=1), jnp.int32)
-    return Generation(jnp.asarray(new), lengths, make_stats(state, steps))
+    return Generation(jnp.asarray(new), lengths, make_stats(state, steps, prompt_reads))
 
 
 def stream(
@@ -139,7 +139,7 @@ def stream(
     batch, _ = as_batch(tokens, options.get("lengths"), params.config.vocab_size)
     if len(batch) != 1:
         raise ValueError(f"stream: expected one prompt, got {len(batch)}; use generate for a batch.")
-    state = _start(params, tokens, max_new_tokens, options)
+    state, _ = _start(params, tokens, max_new_tokens, options)
     return _stream(params, state, max_new_tokens, tokenizer, stop)
 
 
@@ -158,7 +158,7 @@ def _stream(params, state, max_new_tokens, tokenizer, stop):
         yield Chunk(NO_TOKEN, rest)
 
 
-def _start(params, tokens, max_new_tokens, options) -> DecodeState:
+def _start(params, tokens, max_new_tokens, options) -> tuple[DecodeState, PageReads]:
     lengths = options.get("lengths")
     if is_traced(tokens, lengths):  # then the width of the array is all that is known
         longest = jnp.shape(tokens)[1] if jnp.ndim(tokens) == 2 else 0
@@ -171,7 +171,7 @@ def _start(params, tokens, max_new_tokens, options) -> DecodeState:
             f"capacity: expected at least {needed} (prompt {longest} + max_new_tokens {max_new_tokens}), "
             f"got {capacity}."
         )
-    return prefill(params, tokens, **options | {"lengths": lengths, "capacity": capacity or needed})
+    return read_prompts(params, tokens, **options | {"lengths": lengths, "capacity": capacity or needed})
 
 
 def _decode_block(params: Params, state: DecodeState, limit: Any, block: int):

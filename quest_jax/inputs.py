@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from quest_jax.params import Params
-from quest_jax.policies.base import Dense, Policy
+from quest_jax.policies.base import Policy, checked
 from quest_jax.policies.quest import Quest
+from quest_jax.policies.quoka import QuoKA
 
 _WRAP = "wrap a single prompt in a list: [tokens]"
 
@@ -103,7 +104,7 @@ def as_params(params: Any) -> Params:
 
 
 def as_policy(budget: Any, policy: Any, page_size: int) -> Policy:
-    """Returns the policy that ``budget`` or ``policy`` asks for; neither is dense.
+    """Returns the policy for decoding that ``budget`` (by Quest) or ``policy`` asks for; neither is dense.
 
     Raises:
       TypeError: of the wrong type.
@@ -112,12 +113,36 @@ def as_policy(budget: Any, policy: Any, page_size: int) -> Policy:
     as_size("page_size", page_size)
     if policy is not None and budget is not None:
         raise ValueError(f"expected budget or policy, got both (budget={budget!r}); put the budget into the policy.")
-    if policy is None:
-        policy = Dense() if budget is None else Quest(budget=as_size("budget", budget))
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy: expected a quest_jax policy such as Quest(budget=1024) or None, got {policy!r}.")
-    policy.check(page_size)
-    return policy
+    return checked(policy if budget is None else Quest(budget=as_size("budget", budget)), page_size)
+
+
+def as_prefill_policy(budget: Any, policy: Any, page_size: int) -> Policy:
+    """Returns the policy for prefill that ``budget`` (by QuoKA) or ``policy`` asks for; raises as :func:`as_policy`."""
+    if policy is not None and budget is not None:
+        raise ValueError(
+            f"expected prefill_budget or prefill_policy, got both (prefill_budget={budget!r}); put the budget into the "
+            "policy."
+        )
+    policy = policy if budget is None else QuoKA(budget=as_size("prefill_budget", budget))
+    return checked(policy, page_size, prefills=True)
+
+
+def as_chunk(chunk: Any, policy: Policy) -> int:
+    """Returns the tokens of a prefill step: what was asked for, or the policy's own, or 256.
+
+    Raises:
+      TypeError: no integer.
+      ValueError: below 1, or another than the policy's.
+    """
+    own = getattr(policy, "chunk", None)
+    if chunk is None:
+        return own or 256
+    if own not in (None, as_size("chunk", chunk)):
+        raise ValueError(
+            f"chunk: expected {own}, the chunk of the prefill policy, or None, got {chunk}; write "
+            f"{type(policy).__name__}(..., chunk={chunk})."
+        )
+    return int(chunk)
 
 
 def as_size(name: str, value: Any) -> int:

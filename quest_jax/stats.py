@@ -5,17 +5,20 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from quest_jax.attention import PageReads
-from quest_jax.cache import meta_nbytes, page_nbytes
+from quest_jax.cache import Cache
 from quest_jax.decode import DecodeState
+from quest_jax.pallas_kernels.pages import pool_dtype, pool_shape
+from quest_jax.policies.base import Policy
 
 
-class DecodeStats(struct.PyTreeNode):
-    """Reads of every decode step, counted from the selections that were attended.
+class ReadStats(struct.PyTreeNode):
+    """Reads of the steps of one phase, counted from the selections that were attended.
 
     Attributes:
-      reads: pages of every step, layer and row, each ``[steps, layers, B]``; zeros for a row that had ended.
-      page_bytes: of one page of keys and values of one KV head; static.
-      meta_bytes: of one page's min and max of one KV head; static.
+      reads: pages (tokens, where the policy lists those) of every step, layer and row, each ``[steps, layers, B]``;
+        zeros for a row that had ended.
+      page_bytes: of the keys and values of one of them and one KV head; static.
+      meta_bytes: that scoring one read: of a page its min and max, of a token its key; static.
     """
 
     reads: PageReads
@@ -46,7 +49,32 @@ class DecodeStats(struct.PyTreeNode):
         return float(self.bytes_read().sum() / max(1, self.bytes_dense().sum()))
 
 
-def make_stats(state: DecodeState, reads: PageReads) -> DecodeStats:
-    """Joins the counts of all steps with the sizes of the cache they were counted on."""
-    cache = state.attention.cache
-    return DecodeStats(reads, page_nbytes(cache), meta_nbytes(cache))
+class DecodeStats(ReadStats):
+    """Reads of every decode step; those of the prompt's chunks apart.
+
+    Attributes:
+      reads, page_bytes, meta_bytes: see :class:`ReadStats`.
+      prefill: the same of the chunks in which the prompt was read; None where it was not read here.
+    """
+
+    prefill: ReadStats | None = None
+
+
+def make_stats(state: DecodeState, reads: PageReads, prefill: PageReads | None = None) -> DecodeStats:
+    """Joins the counts of all steps with the sizes of the cache they were counted on.
+
+    Args:
+      state: whose policies read.
+      reads: of the decode steps, ``[steps, layers, B]``.
+      prefill: of the chunks of the prompt, ``[chunks, layers, B]``.
+    """
+    cache, policies = state.attention.cache, state.attention
+    stats = DecodeStats(reads, *_sizes(policies.policy, cache))
+    if prefill is None:
+        return stats
+    return stats.replace(prefill=ReadStats(prefill, *_sizes(policies.prefill_policy, cache)))
+
+
+def _sizes(policy: Policy, cache: Cache) -> tuple[int, int]:
+    shape, itemsize = pool_shape(cache.kv[0]), pool_dtype(cache.kv[0]).itemsize
+    return policy.unit(shape.page_size) * 2 * shape.head_dim * itemsize, policy.scored_nbytes(shape.head_dim, itemsize)

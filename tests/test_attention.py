@@ -141,7 +141,7 @@ def test_a_full_row_takes_no_more():
     assert int(quest_jax.extend(state, jnp.array([-5])).cache.lengths[0]) == 32
 
 
-class OnlyTheLastPage(quest_jax.Policy):
+class OnlyTheLastPage(quest_jax.PagePolicy):
     """A policy as a user writes one: two methods."""
 
     def score(self, q, meta, lengths, page_size, implementation):

@@ -35,7 +35,7 @@ def test_the_report_is_json_and_names_what_runs_here():
     ]
     assert report["machine"]["memory_bytes"] > 1e8
     assert {name: op["uses"] for name, op in report["ops"].items()} == dict.fromkeys(
-        ("append", "page_scores", "page_attention"), "xla"
+        ("append", "page_scores", "page_attention", "token_scores"), "xla"
     )
 
 

@@ -50,6 +50,22 @@ def pool_layout(kv: KV) -> Layout:
     return "split" if isinstance(kv, tuple) else "fused"
 
 
+def as_tokens(kv: KV, page_table: Array | None) -> tuple[KV, Array | None]:
+    """Views a pool, and its page table, as one whose pages are single tokens: position and page are then the same.
+
+    Nothing is copied but the table, which grows to an entry a token.
+    """
+
+    def view(leaf):
+        *front, pages, size, width = leaf.shape
+        return leaf.reshape(*front, pages * size, 1, width)
+
+    if page_table is not None:
+        size = pool_shape(kv).page_size
+        page_table = (page_table[..., None] * size + jnp.arange(size)).reshape(len(page_table), -1)
+    return (view(kv[0]), view(kv[1])) if isinstance(kv, tuple) else view(kv), page_table
+
+
 def physical_pages(page_table: Array | None, row: Array, logical: Array, pages_per_row: int) -> Array:
     """Maps logical pages of ``row`` to pool pages; ``row`` broadcasts against ``logical``."""
     if page_table is None:

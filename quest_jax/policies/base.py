@@ -1,13 +1,40 @@
-"""What a method of page selection is."""
+"""What a method of selection is: given queries and one layer's cache, the pages or tokens that attention reads."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from quest_jax.pallas_kernels.pages import KV, pool_shape
+
+
+class LayerView(NamedTuple):
+    """One layer's cache as a policy sees it, the new tokens already written.
+
+    Attributes:
+      kv: pool of pages, see :mod:`quest_jax.pallas_kernels.pages`.
+      meta: ``[min | max]`` of each page's keys.
+      norms: inverse key norms of every token, or None where no policy of the state asked for them.
+      starts: int32 ``[B]``, position of the first query, and how many tokens are past.
+      lengths: int32 ``[B]``, tokens in each row, the queries' own included.
+      page_table: logical to pool page; None is the identity.
+    """
+
+    kv: KV
+    meta: Float[Array, "B K P D2"]
+    norms: Float[Array, "B K L"] | None
+    starts: Int[Array, "B"]
+    lengths: Int[Array, "B"]
+    page_table: Int[Array, "B P"] | None
+
+    @property
+    def page_size(self) -> int:
+        """[S] tokens of a page."""
+        return pool_shape(self.kv).page_size
 
 
 class Selection(NamedTuple):
-    """Pages to read.
+    """Pages to read, or tokens, where the policy lists those (:meth:`Policy.unit`): a token is a page of one.
 
     Attributes:
       pages: int32 ``[B, lists, N]``, logical pages in ascending order; past ``counts`` in range but not to be read.
@@ -21,20 +48,73 @@ class Selection(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Chooses the pages that a query reads. Frozen and hashable: a static argument under ``jit``.
+    """Chooses what the queries of a step read. Frozen and hashable: a static argument under ``jit``.
 
-    A method is a subclass in a file of its own with :meth:`score` and :meth:`select`, and with :meth:`is_dense` where
-    some layers or caches are read whole.
+    A method is a subclass in a file of its own with :meth:`choose`, or simpler, of :class:`PagePolicy`.
     """
+
+    # Whether it can choose for the many queries of a prefill chunk.
+    prefills: ClassVar[bool] = False
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether it reads the inverse key norms, which the cache then keeps."""
+        return False
+
+    @property
+    def adds_own(self) -> bool:
+        """Whether a query attends to its own token even where that is not selected."""
+        return False
 
     def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
         """Says, before tracing, whether ``layer`` reads all of a cache of ``pages`` pages, unscored."""
         del layer, pages, page_size
         return False
 
+    def covers(self, starts: Int[Array, "B"], lengths: Int[Array, "B"]) -> Bool[Array, ""] | None:
+        """Says, while running, whether this step reads all of every row anyway; None: not worth a branch."""
+        del starts, lengths
+        return None
+
     def check(self, page_size: int) -> None:
         """Raises ValueError when the method cannot work with pages of this size."""
         del page_size
+
+    def unit(self, page_size: int) -> int:
+        """Tokens of what a selection lists: ``page_size``, or 1 where tokens are listed."""
+        return page_size
+
+    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], page_size: int) -> Int[Array, "B"]:
+        """Counts what :meth:`choose` scores per KV head: pages, unless the method says otherwise."""
+        del starts
+        return -(-lengths // page_size)
+
+    def scored_nbytes(self, head_dim: int, itemsize: int) -> int:
+        """Bytes that scoring one of these reads, of keys of ``itemsize`` bytes a channel: a page's min and max."""
+        del itemsize
+        return 2 * head_dim * 4
+
+    def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
+        """Selects what ``q``, the queries of the tokens from ``view.starts`` on, read.
+
+        Args:
+          q: rotated queries; those at or past ``view.lengths`` are padding.
+          view: the layer's cache.
+          implementation: of the ops.
+        """
+        raise NotImplementedError(f"{type(self).__name__} chooses nothing; a policy defines choose.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PagePolicy(Policy):
+    """A policy for decoding that ranks pages by their metadata: :meth:`score`, then :meth:`select`."""
+
+    def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
+        """Scores and selects for one query token per row."""
+        if q.shape[1] != 1:
+            raise ValueError(f"{type(self).__name__}: expected one query token per row, got {q.shape[1]}.")
+        scores = self.score(q[:, 0], view.meta, view.lengths, view.page_size, implementation)
+        return self.select(scores, view.lengths, view.page_size)
 
     def score(
         self,
@@ -45,18 +125,47 @@ class Policy:
         implementation: str | None,
     ) -> Float[Array, "B lists P"]:
         """Ranks pages for one query token per row; float32, ``-inf`` past the length."""
-        raise NotImplementedError(f"{type(self).__name__} does not score pages; a policy defines score and select.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not score pages; a page policy defines score and select."
+        )
 
     def select(self, scores: Float[Array, "B lists P"], lengths: Int[Array, "B"], page_size: int) -> Selection:
         """Picks pages by their scores."""
-        raise NotImplementedError(f"{type(self).__name__} does not select pages; a policy defines score and select.")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not select pages; a page policy defines score and select."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Policy):
     """Reads the whole cache: ordinary attention, the baseline of everything."""
 
+    prefills: ClassVar[bool] = True
+
     def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
         """Always."""
         del layer, pages, page_size
         return True
+
+
+def checked(policy: Policy | None, page_size: int, prefills: bool = False) -> Policy:
+    """Returns ``policy``, :class:`Dense` for None.
+
+    Raises:
+      TypeError: no policy.
+      ValueError: it cannot work with this page size, or not for prefill where ``prefills``.
+    """
+    policy = Dense() if policy is None else policy
+    name = "prefill_policy" if prefills else "policy"
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"{name}: expected a quest_jax policy such as {'QuoKA' if prefills else 'Quest'}(budget=1024) or None, "
+            f"got {policy!r}."
+        )
+    if prefills and not policy.prefills:
+        raise ValueError(
+            f"prefill_policy: expected one that selects for the queries of a chunk, such as QuoKA(budget=1024), got "
+            f"{policy!r}, which selects for one query; pass it as policy."
+        )
+    policy.check(page_size)
+    return policy

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_scores.op import page_scores
-from quest_jax.policies.base import Policy, Selection
+from quest_jax.policies.base import PagePolicy, Selection
 
 Variant = Literal["quest", "kernel", "sim"]
 Ranking = Literal["box", "shrunk_box"]
@@ -19,7 +19,7 @@ Reduce = Literal["mean", "max", "sum_softmax", "round_robin", "per_head"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest(Policy):
+class Quest(PagePolicy):
     r"""Top pages by the upper bound of their attention logits, within a budget of tokens.
 
     A page with per-channel key bounds ``m`` and ``M`` scores :math:`\sum_i \max(q_i m_i, q_i M_i)`, which no
@@ -29,8 +29,8 @@ class Quest(Policy):
     The paper has two programs that differ; ``variant`` names them:
 
     * ``quest`` (default): ``floor(budget / S)`` pages, of which the current page and the ``sink_pages`` first ones are
-      always read. A row of at most ``budget`` tokens is read whole: exactly dense attention.
-    * ``kernel``: the same without the sink, as in the paper's speed figures.
+      always read. A row of at most ``budget`` tokens is read whole: exactly dense attention. Ranks by the shrunk box.
+    * ``kernel``: the same by the bound and without the sink, as in the paper's speed figures.
     * ``sim``: as in the paper's accuracy figures: ``max(3, floor(min(budget, L) / S))`` pages, a list per query head,
       the current page competes by its score, and a row within the budget may still lose a page.
 
@@ -38,7 +38,7 @@ class Quest(Policy):
       budget: tokens to read per KV head (per query head with ``per_head``), the current page included.
       variant: see above.
       ranking: ``box`` ranks by the bound; ``shrunk_box`` by ``q . mid + beta |q| . half``, a better guess of the
-        true maximum and no bound.
+        true maximum and no bound; None is ``shrunk_box`` for ``quest``, ``box`` for the two of the paper.
       beta: size of the shrunk box.
       reduce: how a group of query heads that shares a KV head agrees on one list: ``mean`` or ``max`` of the bounds,
         ``sum_softmax`` (sum over heads of the softmax over pages), ``round_robin`` (best page of every head, then the
@@ -54,7 +54,7 @@ class Quest(Policy):
 
     budget: int
     variant: Variant = "quest"
-    ranking: Ranking = "box"
+    ranking: Ranking | None = None
     beta: float = 0.5
     reduce: Reduce = "mean"
     dense_layers: int = 2
@@ -68,7 +68,7 @@ class Quest(Policy):
             if value < least:
                 raise ValueError(f"Quest: expected {name} to be at least {least}, got {value}.")
         for name, choices in (("variant", Variant), ("ranking", Ranking), ("reduce", Reduce)):
-            if getattr(self, name) not in choices.__args__:
+            if getattr(self, name) not in choices.__args__ and (name, getattr(self, name)) != ("ranking", None):
                 known = ", ".join(repr(choice) for choice in choices.__args__)
                 raise ValueError(f"Quest: expected {name} to be one of {known}, got {getattr(self, name)!r}.")
         if not 0 <= self.beta <= 1:
@@ -98,7 +98,8 @@ class Quest(Policy):
     ) -> Float[Array, "B lists P"]:
         """Scores every page; see the class."""
         reduce: Reduce = "per_head" if self.variant == "sim" else self.reduce
-        beta = 1.0 if self.ranking == "box" else self.beta
+        bound = self.ranking == "box" or (self.ranking is None and self.variant != "quest")
+        beta = 1.0 if bound else self.beta
         in_op = reduce if reduce in ("mean", "max") else "none"
         scores = page_scores(
             q, meta, lengths, page_size=page_size, reduce=in_op, beta=beta, implementation=implementation

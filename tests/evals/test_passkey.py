@@ -125,16 +125,12 @@ def test_nothing_to_ask_is_refused(wrong):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_tokens", "least"), [(2048, 0.9), (4096, 0.8)])
-def test_what_half_the_budget_keeps_of_the_answers_of_the_real_model(n_tokens, least):
-    """The aim is 0.9 at both lengths. Seen: 19 of 19 at 2K; 17 of 19 at 4K, 33 of 37 over two seeds: not reached there.
-
-    So 0.9 stands at 2K, and the figure at 4K only guards against getting worse. Lists per query head keep 17 too.
-    """
+@pytest.mark.parametrize("n_tokens", [2048, 4096])
+def test_half_the_budget_keeps_nine_of_ten_answers_of_the_real_model(n_tokens):
     tokenizer, params = load_tokenizer("smollm2-135m"), load("smollm2-135m")
     cases = passkey.make_cases(tokenizer, n_tokens, 20)
     policies = {"dense": None, "half": Quest(budget=n_tokens // 2)}
     outcomes = passkey.run(params, tokenizer, cases, policies, batch=5)
     assert outcomes["dense"].accuracy >= 0.9, outcomes["dense"]
-    assert outcomes["half"].retention(outcomes["dense"]) >= least, outcomes["half"]
+    assert outcomes["half"].retention(outcomes["dense"]) >= 0.9, outcomes["half"]
     assert outcomes["half"].share_read < 0.75

@@ -62,8 +62,9 @@ POLICIES = [
     Quest(64, reduce="sum_softmax"),
     Quest(64, reduce="round_robin"),
     Quest(64, reduce="per_head"),
-    Quest(64, ranking="shrunk_box"),
+    Quest(64, ranking="box"),
     Quest(64, ranking="shrunk_box", beta=0.0),
+    Quest(64, variant="sim", ranking="shrunk_box"),
     Quest(64, variant="kernel"),
     Quest(64, variant="sim"),
     Quest(64, sink_pages=2),
@@ -83,7 +84,8 @@ POLICIES = [
 def test_takes_what_the_rules_say(policy, case):
     filled, q = fill(case), queries(case, 1)[:, 0]
     pages, counts = (np.asarray(x) for x in select(policy, case, q, filled))
-    bounds = numpy_bounds(case, q, filled, 1.0 if policy.ranking == "box" else policy.beta)
+    ranking = policy.ranking or {"quest": "shrunk_box", "kernel": "box", "sim": "box"}[policy.variant]
+    bounds = numpy_bounds(case, q, filled, 1.0 if ranking == "box" else policy.beta)
     per_head = policy.variant == "sim" or policy.reduce == "per_head"
     assert pages.shape[1] == (case.heads if per_head else case.kv_heads)
     for row, length in enumerate(case.lengths):

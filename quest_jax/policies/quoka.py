@@ -1,0 +1,232 @@
+"""QuoKA: the queries least like their chunk's mean choose what the chunk reads (Jones et al., arXiv 2602.08722)."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.append.norms import EPSILON
+from quest_jax.pallas_kernels.pages import pool_shape
+from quest_jax.pallas_kernels.token_scores.op import token_scores
+from quest_jax.policies.base import LayerView, Policy, Selection
+from quest_jax.policies.quest import largest
+
+ChunkMode = Literal["dense", "compete"]
+Score = Literal["cosine", "dot"]
+Reduce = Literal["max", "mean"]
+Granularity = Literal["auto", "token", "page"]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuoKA(Policy):
+    r"""Top keys by their cosine with a few queries of the chunk, one set for all its queries and a KV head's group.
+
+    Algorithm 1 of the paper, for a chunk of queries :math:`q_{h,t}` and past keys :math:`k_j`:
+
+    1. of every query head, the ``n_queries`` queries of lowest cosine to the mean of the chunk's, lowest first; a chunk
+       of no more takes all, in order;
+    2. :math:`\bar q_r` is the mean over the heads of a group of their r-th picks, each of length 1;
+    3. :math:`s_j = \max_r \bar q_r \cdot k_j / |k_j|`;
+    4. the ``budget`` keys of highest score, of ties the first, are attended, and the chunk itself, causally.
+
+    A step of T queries over L past keys reads the L keys (with their inverse norms, which the cache keeps) to score
+    them, and keys and values of ``budget + T`` tokens to attend. While the past is within the budget it is dense
+    attention. Decoding by this policy is the same with one query; it saves reading values only.
+
+    Attributes:
+      budget: past tokens to attend to per KV head.
+      n_queries: queries that choose.
+      chunk: tokens of a prefill step; the paper's is 128.
+      chunk_mode: ``dense``: the budget is for the past, the chunk is attended besides. ``compete``: one budget for
+        both, and every query attends at least to its own token.
+      share_query_index: pick the same positions for all heads of a group, by the sum of their cosines.
+      score: ``cosine``, or ``dot``: picked queries and keys keep their length.
+      reduce: over the picked queries, ``max`` or ``mean``.
+      granularity: ``token``; ``page``: pages by the score of their best token, ``budget // page_size`` of them, a form
+        that needs no gather of single tokens; ``auto``: pages on a TPU or GPU, tokens elsewhere.
+      dense_layers: the first layers attend to everything.
+      sink, recent: tokens at the start and at the end of what is scored that are always taken, within the budget.
+
+    Raises:
+      ValueError, TypeError: a value outside these, or at first use with pages a budget below a page.
+
+    Every field is static: changing one recompiles.
+    """
+
+    budget: int
+    n_queries: int = 16
+    chunk: int = 128
+    chunk_mode: ChunkMode = "dense"
+    share_query_index: bool = False
+    score: Score = "cosine"
+    reduce: Reduce = "max"
+    granularity: Granularity = "auto"
+    dense_layers: int = 0
+    sink: int = 0
+    recent: int = 0
+
+    prefills: ClassVar[bool] = True
+
+    def __post_init__(self):
+        least = {"budget": 1, "n_queries": 1, "chunk": 1, "dense_layers": 0, "sink": 0, "recent": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"QuoKA: expected {name} to be an integer, got {value!r}.")
+            if value < low:
+                raise ValueError(f"QuoKA: expected {name} to be at least {low}, got {value}.")
+        choices = {"chunk_mode": ChunkMode, "score": Score, "reduce": Reduce, "granularity": Granularity}
+        for name, known in choices.items():
+            if getattr(self, name) not in known.__args__:
+                names = ", ".join(repr(choice) for choice in known.__args__)
+                raise ValueError(f"QuoKA: expected {name} to be one of {names}, got {getattr(self, name)!r}.")
+        if not isinstance(self.share_query_index, bool):
+            raise TypeError(f"QuoKA: expected share_query_index to be a bool, got {self.share_query_index!r}.")
+        if self.sink + self.recent > self.budget:
+            raise ValueError(
+                f"QuoKA: expected sink and recent within the budget of {self.budget} tokens, got {self.sink} and "
+                f"{self.recent}."
+            )
+
+    @property
+    def needs_norms(self) -> bool:
+        """A cosine needs them."""
+        return self.score == "cosine"
+
+    @property
+    def adds_own(self) -> bool:
+        """Where the chunk competes, a query may lose every token before it."""
+        return self.chunk_mode == "compete"
+
+    def check(self, page_size: int) -> None:
+        """Raises ValueError when pages are listed and the budget is below one."""
+        if self.unit(page_size) == page_size and self.budget < page_size:
+            raise ValueError(
+                f"QuoKA: expected a budget of at least one page, {page_size} tokens, got {self.budget}; raise it, take "
+                'smaller pages (page_size=), or granularity="token".'
+            )
+
+    def unit(self, page_size: int) -> int:
+        """1 where tokens are listed."""
+        on_cpu = dispatch.current_target().platform == "cpu"
+        return 1 if self.granularity == "token" or (self.granularity == "auto" and on_cpu) else page_size
+
+    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
+        """The first layers, and caches that can never hold more than the budget."""
+        return layer < self.dense_layers or pages * page_size <= self.budget
+
+    def covers(self, starts: Int[Array, "B"], lengths: Int[Array, "B"]) -> Bool[Array, ""]:
+        """Whether every row's past, or with ``compete`` every row, is within the budget."""
+        return (starts if self.chunk_mode == "dense" else lengths).max() <= self.budget
+
+    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], page_size: int) -> Int[Array, "B"]:
+        """The keys that are candidates."""
+        del page_size
+        return starts if self.chunk_mode == "dense" else lengths
+
+    def scored_nbytes(self, head_dim: int, itemsize: int) -> int:
+        """A key, and its inverse norm."""
+        return head_dim * itemsize + 4 * self.needs_norms
+
+    def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
+        """Algorithm 1; see the class."""
+        queries, live = pick_queries(
+            q, view.lengths - view.starts, pool_shape(view.kv).kv_heads,
+            n_queries=self.n_queries, share_index=self.share_query_index, unit_length=self.score == "cosine",
+        )  # fmt: skip
+        return self.choose_by(queries, live, q.shape[1], view, implementation)
+
+    def choose_by(
+        self,
+        queries: Float[Array, "B K R D"],
+        live: Bool[Array, "B R"],
+        n_tokens: int,
+        view: LayerView,
+        implementation: str | None,
+    ) -> Selection:
+        """Selects for a chunk of ``n_tokens`` by queries that were picked: lines 9 to 11 of Algorithm 1."""
+        live = live[:, None, :, None]
+        if self.reduce == "mean":  # the mean of products is the product of the mean
+            queries = jnp.where(live, queries, 0).sum(axis=2, keepdims=True) / jnp.maximum(
+                live.sum(axis=2)[..., None], 1
+            )
+        else:  # a query twice changes no maximum
+            queries = jnp.where(live, queries, queries[:, :, :1])
+        compete, unit = self.chunk_mode == "compete", self.unit(view.page_size)
+        ends = view.lengths if compete else view.starts
+        scores = token_scores(
+            queries, view.kv, view.norms if self.needs_norms else None, ends, view.page_table,
+            implementation=implementation,
+        )  # fmt: skip
+        position = jnp.arange(scores.shape[-1])
+        always = (position < self.sink) | (position >= ends[:, None] - self.recent)
+        scores = jnp.where((always & (position < ends[:, None]))[:, None], jnp.inf, scores)
+        scores = scores.reshape(*scores.shape[:2], -1, unit).max(axis=-1)
+        # Pages that hold a token of the chunk are read with it, the past tokens in them too.
+        candidates = -(-ends // unit) if compete else ends // unit
+        scores = jnp.where((jnp.arange(scores.shape[-1]) < candidates[:, None])[:, None], scores, -jnp.inf)
+        return _list(scores, candidates, n_tokens, view, unit, min(self.budget // unit, scores.shape[-1]), compete)
+
+
+def pick_queries(
+    q: Float[Array, "B T H D"],
+    n_real: Int[Array, "B"],
+    kv_heads: int,
+    *,
+    n_queries: int,
+    share_index: bool = False,
+    unit_length: bool = True,
+) -> tuple[Float[Array, "B K R D"], Bool[Array, "B R"]]:
+    """Lines 1 to 8 of Algorithm 1: the queries least like the chunk's mean, averaged over each group rank by rank.
+
+    Args:
+      q: queries; of row ``b`` the first ``n_real[b]`` are real.
+      n_real: a row of at most ``n_queries`` takes all in order.
+      kv_heads: K.
+      n_queries: how many to take, R = min(T, n_queries).
+      share_index: the same positions for all heads of a group.
+      unit_length: bring each to length 1 before the average.
+
+    Returns:
+      float32 averages, and which of them are made of real queries.
+    """
+    rows, tokens, heads, width = q.shape
+    q = q.astype(jnp.float32).transpose(0, 2, 1, 3)  # [B, H, T, D]
+    real = jnp.arange(tokens) < n_real[:, None]
+    unit = _normalise(q)
+    picked = unit if unit_length else q
+    if tokens > n_queries:
+        mean = jnp.where(real[:, None, :, None], q, 0).sum(axis=2) / jnp.maximum(n_real, 1)[:, None, None]
+        cosine = jnp.einsum("bhtd,bhd->bht", unit, _normalise(mean), precision="highest")
+        if share_index:
+            cosine = cosine.reshape(rows, kv_heads, -1, tokens).sum(axis=2)
+            cosine = jnp.repeat(cosine, heads // kv_heads, axis=1)
+        few = (n_real <= n_queries)[:, None, None]
+        order = jnp.where(real[:, None], jnp.where(few, jnp.arange(tokens), cosine), jnp.inf)
+        picked = jnp.take_along_axis(picked, largest(-order, n_queries)[..., None], axis=2)
+    mean = picked.reshape(rows, kv_heads, heads // kv_heads, -1, width).mean(axis=2)  # [B, K, R, D]
+    return mean, jnp.arange(mean.shape[2]) < n_real[:, None]
+
+
+def _normalise(x):
+    return x / jnp.maximum(jnp.sqrt((x * x).sum(axis=-1, keepdims=True)), EPSILON)
+
+
+def _list(scores, candidates, n_tokens, view, unit, width, compete):
+    """Joins the best of the candidates and the chunk into one ascending list."""
+    rows, lists, room = scores.shape
+    used = -(-view.lengths // unit)
+    best = largest(scores, width)
+    # A score may be anything, NaN of a NaN key included: which entries are live follows from how many there are.
+    live = jnp.arange(width) < jnp.minimum(width, candidates)[:, None, None]
+    live, best = jnp.broadcast_to(live, best.shape), best.astype(jnp.int32)
+    if not compete:
+        chunk = (view.starts // unit)[:, None] + jnp.arange(-(-(n_tokens - 1) // unit) + 1)
+        chunk = jnp.broadcast_to(chunk[:, None], (rows, lists, chunk.shape[-1])).astype(jnp.int32)
+        best = jnp.concatenate([best, chunk], axis=-1)
+        live = jnp.concatenate([live, chunk < used[:, None, None]], axis=-1)
+    pages = jnp.minimum(jnp.sort(jnp.where(live, best, room), axis=-1), room - 1)
+    return Selection(pages, live.sum(axis=-1, dtype=jnp.int32))
