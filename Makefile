@@ -66,8 +66,8 @@ format: $(venv)/.dev-installed  ## format the code and fix what can be fixed
 	"$(BIN)/python" -m ruff check --fix .
 	"$(BIN)/python" -m ruff format .
 
-bench: $(venv)/.demo-installed  ## time prefill and decode, dense and Quest
-	"$(BIN)/python" -m quest_jax.bench $(ARGS)
+bench: $(venv)/.demo-installed  ## time a decode step, dense and Quest (ARGS=prefill: a prompt, dense and QuoKA)
+	"$(BIN)/quest-jax" bench $(or $(ARGS),decode)
 
 dev: $(venv)/.dev-installed  ## make the environment for development, run nothing
 

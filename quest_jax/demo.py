@@ -1,4 +1,4 @@
-"""The demo: a fact hidden in a long text, asked for with dense attention and with Quest at several budgets."""
+"""The demo: a fact hidden in a long text that is read densely and by QuoKA, asked for densely and by Quest."""
 
 import os
 import time
@@ -17,6 +17,7 @@ from quest_jax import (
     Params,
     Policy,
     Quest,
+    QuoKA,
     Tokenizer,
     load,
     load_tokenizer,
@@ -25,9 +26,8 @@ from quest_jax import (
 )
 from quest_jax.evals.ask import Answers, ask
 from quest_jax.evals.needle import Fact, hide, shipped_text
+from quest_jax.inputs import as_chunk
 from quest_jax.progress import counting, working
-
-CHUNK = 256
 
 
 class Prefilled(NamedTuple):
@@ -54,6 +54,7 @@ def run_demo(
     tokens: int,
     depth: float,
     budgets: Sequence[int],
+    prefill_budget: int | None,
     max_new_tokens: int,
     page_size: int,
     dtype: str,
@@ -68,6 +69,7 @@ def run_demo(
       tokens: length of the document.
       depth: where the fact stands in it, 0 start, 1 end.
       budgets: of Quest, in tokens; none means a half, a quarter and an eighth of the document.
+      prefill_budget: of QuoKA, in tokens; None is a quarter of the document.
       max_new_tokens: length of the answer.
       page_size: tokens of a page.
       dtype: of weights and cache.
@@ -80,7 +82,8 @@ def run_demo(
     began = time.perf_counter()
     budgets = budgets or [max(page_size, tokens // part // page_size * page_size) for part in (2, 4, 8)]
     policies: dict[str, Policy] = {"dense": Dense(), **{f"Quest {n}": Quest(budget=n) for n in budgets}}
-    for policy in policies.values():
+    quoka = QuoKA(budget=max(page_size, tokens // 4) if prefill_budget is None else prefill_budget)
+    for policy in (*policies.values(), quoka):
         policy.check(page_size)
     with working(f"loading {model}", err):
         tokenizer = load_tokenizer(model)
@@ -94,35 +97,48 @@ def run_demo(
             f"positions, got {room}; take fewer --tokens."
         )
     out.print(
-        f"In {len(document)} tokens of Moby-Dick, which {escape(model)} reads once with dense attention, stands at "
-        f"{depth:.0%}:\n  {escape(fact.statement)}\nThen it is asked:\n  {escape(fact.question.strip())}\n"
-        "Each line below decodes question and answer token by token, and reads the pages of the cache that its budget "
-        "of tokens allows (in the first two layers all).",
+        f"In {len(document)} tokens of Moby-Dick stands at {depth:.0%}:\n  {escape(fact.statement)}\nThen "
+        f"{escape(model)} is asked:\n  {escape(fact.question.strip())}\n"
+        "It reads the document once with dense attention and once by QuoKA; each line below then decodes question and "
+        "answer token by token, and reads the pages of the cache that its budget of tokens allows (in the first two "
+        "layers all).",
         highlight=False,
     )
-    read = read_document(params, document, room, page_size, err)
+    read = read_document(params, document, room, page_size, err, Dense())
     rows = [
         ask_policy(params, read.state, tokenizer, question, name, policy, max_new_tokens, err)
         for name, policy in policies.items()
     ]
+    name = f"QuoKA {quoka.budget}"
+    fast = read_document(params, document, room, page_size, err, quoka)
+    rows += [
+        ask_policy(params, fast.state, tokenizer, question, f"{name}\n+ {then}", policy, max_new_tokens, err)
+        for then, policy in list(policies.items())[:2]
+    ]
     out.print(_table(rows, fact))
-    per_token = 1e3 * read.seconds / len(document)
+    for how, one in (("dense", read), (name, fast)):
+        out.print(
+            f"First token, {how}: {len(document)} tokens read in {one.seconds:.2f} s, "
+            f"{1e3 * one.seconds / len(document):.2f} ms per token, after {one.compile_seconds:.1f} s of compiling.",
+            highlight=False,
+        )
     out.print(
-        f"Prefill: {len(document)} tokens in {read.seconds:.1f} s, {per_token:.1f} ms per token, after "
-        f"{read.compile_seconds:.1f} s of compiling. Pages of {page_size} tokens, counted over layers and KV heads; "
-        "bytes include the metadata that selects them.\n"
+        f"Pages of {page_size} tokens, counted over layers and KV heads; bytes include the metadata that selects them. "
         f"The answers are what the model said, right or wrong. {time.perf_counter() - began:.0f} s in all, {dtype}, on "
         f"{escape(jax.devices()[0].device_kind)} ({os.cpu_count()} cores).",
         highlight=False,
     )
 
 
-def read_document(params: Params, document: list[int], room: int, page_size: int, err: Console) -> Prefilled:
+def read_document(
+    params: Params, document: list[int], room: int, page_size: int, err: Console, policy: Policy
+) -> Prefilled:
     """Prefills ``document`` into a cache for ``room`` tokens; compiling is told apart by reading the start twice."""
-    options = {"capacity": room, "page_size": page_size, "chunk": CHUNK, "eos_token_ids": ()}
+    options = {"capacity": room, "page_size": page_size, "eos_token_ids": (), "prefill_policy": policy}
+    chunk = as_chunk(None, policy)
     with working("compiling prefill", err):
         start = time.perf_counter()
-        jax.block_until_ready(prefill(params, [document[:CHUNK]], **options).logits)
+        jax.block_until_ready(prefill(params, [document[:chunk]], **options).logits)
         first = time.perf_counter() - start
     with counting("reading the document", err) as advance:
         ends: list[float] = []

@@ -24,7 +24,7 @@ def normalize(requirement: str) -> str:
 def undeclared_imports(root: pathlib.Path) -> list[str]:
     """Imports of the library that no dependency provides; at module level only the core ones count.
 
-    The command line is the exception: its file may need its own extra to be imported.
+    The command line is the exception: its files may need its own extra to be imported.
     """
     core = {normalize(requirement) for requirement in PROJECT["dependencies"]}
     extras = {name: set(map(normalize, found)) for name, found in PROJECT["optional-dependencies"].items()}
@@ -36,7 +36,7 @@ def undeclared_imports(root: pathlib.Path) -> list[str]:
         if top in sys.stdlib_module_names or top == "quest_jax":
             continue
         allowed = optional if item.lazy else core
-        if item.file.name == "cli.py":
+        if "cli" in item.file.parts:
             allowed = core | extras["cli"]
         if not {normalize(name) for name in providers.get(top, [top])} & allowed:
             found.append(f"{item}, which none of {sorted(allowed)} provides")

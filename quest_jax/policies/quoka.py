@@ -193,22 +193,36 @@ def pick_queries(
     Returns:
       float32 averages, and which of them are made of real queries.
     """
-    rows, tokens, heads, width = q.shape
-    q = q.astype(jnp.float32).transpose(0, 2, 1, 3)  # [B, H, T, D]
+    rows, tokens, heads, _ = q.shape
     real = jnp.arange(tokens) < n_real[:, None]
-    unit = _normalise(q)
-    picked = unit if unit_length else q
     if tokens > n_queries:
-        mean = jnp.where(real[:, None, :, None], q, 0).sum(axis=2) / jnp.maximum(n_real, 1)[:, None, None]
-        cosine = jnp.einsum("bhtd,bhd->bht", unit, _normalise(mean), precision="highest")
+        cosine = mean_cosine(q, n_real)
         if share_index:
             cosine = cosine.reshape(rows, kv_heads, -1, tokens).sum(axis=2)
             cosine = jnp.repeat(cosine, heads // kv_heads, axis=1)
         few = (n_real <= n_queries)[:, None, None]
         order = jnp.where(real[:, None], jnp.where(few, jnp.arange(tokens), cosine), jnp.inf)
-        picked = jnp.take_along_axis(picked, largest(-order, n_queries)[..., None], axis=2)
-    mean = picked.reshape(rows, kv_heads, heads // kv_heads, -1, width).mean(axis=2)  # [B, K, R, D]
-    return mean, jnp.arange(mean.shape[2]) < n_real[:, None]
+        picks = largest(-order, n_queries)
+    else:
+        picks = jnp.broadcast_to(jnp.arange(tokens), (rows, heads, tokens))
+    return average_picks(q, picks, kv_heads, unit_length), jnp.arange(picks.shape[-1]) < n_real[:, None]
+
+
+def mean_cosine(q: Float[Array, "B T H D"], n_real: Int[Array, "B"]) -> Float[Array, "B H T"]:
+    """Cosine of every query with the mean of its head's real queries."""
+    q = q.astype(jnp.float32)
+    real = jnp.arange(q.shape[1]) < n_real[:, None]
+    mean = jnp.where(real[..., None, None], q, 0).sum(axis=1) / jnp.maximum(n_real, 1)[:, None, None]
+    return jnp.einsum("bthd,bhd->bht", _normalise(q), _normalise(mean), precision="highest")
+
+
+def average_picks(
+    q: Float[Array, "B T H D"], picks: Int[Array, "B H R"], kv_heads: int, unit_length: bool = True
+) -> Float[Array, "B K R D"]:
+    """Averages the r-th picks of a group's heads, each brought to length 1 first unless told otherwise."""
+    q = q.astype(jnp.float32).swapaxes(1, 2)  # [B, H, T, D]
+    picked = jnp.take_along_axis(_normalise(q) if unit_length else q, picks[..., None], axis=2)
+    return picked.reshape(len(q), kv_heads, -1, *picked.shape[2:]).mean(axis=2)
 
 
 def _normalise(x):

@@ -1,0 +1,156 @@
+"""``quest-jax eval``: passkey, mass, needle."""
+
+import dataclasses
+
+from quest_jax.cli.common import Dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Passkey:
+    """Measure what Quest keeps of the answers of dense attention.
+
+    Quest's own test: a number hidden in filler, the last 400 characters decoded by the policy.
+
+    Attributes:
+      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
+      tokens: length of the prompts.
+      cases: how many, at depths in equal steps.
+      budgets: tokens that Quest reads per layer and KV head; a half and a quarter of the prompt if none.
+      batch: cases in memory at a time.
+      seed: of the keys.
+      page_size: tokens in a page of the cache.
+      dtype: of the weights and the cache.
+    """
+
+    model: str = "smollm2-135m"
+    tokens: int = 2048
+    cases: int = 20
+    budgets: tuple[int, ...] = ()
+    batch: int = 5
+    seed: int = 0
+    page_size: int = 16
+    dtype: Dtype = "float32"
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+
+        from quest_jax import Quest, load, load_tokenizer
+        from quest_jax.evals import passkey
+        from quest_jax.progress import counting, stderr_console, working
+
+        budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
+        policies = {"dense": None} | {f"Quest {budget}": Quest(budget=budget) for budget in budgets}
+        for policy in policies.values():
+            if policy is not None:
+                policy.check(self.page_size)
+        console = stderr_console()
+        with working(f"loading {self.model}", console):
+            tokenizer = load_tokenizer(self.model)
+            params = load(self.model, dtype=self.dtype)
+        cases = passkey.make_cases(tokenizer, self.tokens, self.cases, self.seed)
+        with counting("asking", console) as progress:
+            outcomes = passkey.run(
+                params, tokenizer, cases, policies, batch=self.batch, page_size=self.page_size, progress=progress
+            )
+        Console().print(passkey.table(outcomes, self.tokens))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mass:
+    """Measure the share of dense attention that QuoKA keeps on prose, token by token and by pages.
+
+    Attributes:
+      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
+      tokens: length of the text, of Moby-Dick.
+      budgets: tokens that QuoKA reads per layer and KV head.
+      page_size: tokens in a page of the cache.
+      dtype: of the weights and the cache.
+    """
+
+    model: str = "smollm2-135m"
+    tokens: int = 3072
+    budgets: tuple[int, ...] = (256, 512, 1024)
+    page_size: int = 16
+    dtype: Dtype = "float32"
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+
+        from quest_jax import QuoKA, load, load_tokenizer
+        from quest_jax.evals import mass
+        from quest_jax.progress import counting, stderr_console, working
+
+        policies = {
+            f"QuoKA {budget}, {unit}s": QuoKA(budget, granularity=unit)
+            for unit in ("token", "page")
+            for budget in self.budgets
+        }
+        if not policies:
+            raise ValueError("budgets: expected at least one, got none.")
+        for policy in policies.values():
+            policy.check(self.page_size)
+        console = stderr_console()
+        with working(f"loading {self.model}", console):
+            tokenizer = load_tokenizer(self.model)
+            params = load(self.model, dtype=self.dtype)
+        with counting("layers", console) as progress:
+            ids = mass.prose(tokenizer, self.tokens)
+            kept = mass.run(params, ids, policies, page_size=self.page_size, progress=progress)
+        Console().print(mass.table(kept, self.tokens))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle:
+    """Measure which queries of a chunk should choose: QuoKA's against random, near, strided, last and all.
+
+    Three facts in prose, one of them asked for; the share of its answer that each rule selects, in the groups of heads
+    that look at it.
+
+    Attributes:
+      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
+      tokens: length of the prompts.
+      budgets: tokens that are selected per layer and KV head.
+      queries: of the last 128 tokens that choose.
+      texts: documents, each asked three questions.
+      seed: of the random queries.
+      dtype: of the weights and the cache.
+    """
+
+    model: str = "smollm2-135m"
+    tokens: int = 4096
+    budgets: tuple[int, ...] = (256, 512)
+    queries: int = 16
+    texts: int = 2
+    seed: int = 0
+    dtype: Dtype = "float32"
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+
+        from quest_jax import load, load_tokenizer
+        from quest_jax.evals import queries
+        from quest_jax.progress import counting, stderr_console, working
+
+        if not self.budgets or min(self.budgets) < 1 or self.texts < 1 or not 1 <= self.queries <= 128:
+            raise ValueError("expected budgets and texts of at least 1, and 1 to 128 queries.")
+        console = stderr_console()
+        with working(f"loading {self.model}", console):
+            tokenizer = load_tokenizer(self.model)
+            params = load(self.model, dtype=self.dtype)
+        prompts = [
+            prompt for i in range(self.texts) for prompt in queries.make_prompts(tokenizer, self.tokens, 100 * i)
+        ]
+        with counting("prompts", console) as progress:
+            found = queries.run(
+                params, prompts, self.budgets, n_queries=self.queries, seed=self.seed, progress=progress
+            )
+        Console().print(queries.table(found, len(prompts)))
+        return 0
+
+
+COMMANDS = {"passkey": Passkey, "mass": Mass, "needle": Needle}

@@ -1,0 +1,87 @@
+"""Real queries, keys and values: one dense pass of a model over a text, and what a selection keeps of its attention."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from quest_jax import LayerView, Params, Selection, extend, init_attention, prefill_attention
+from quest_jax.attention import AttentionState
+from quest_jax.models import llama
+from quest_jax.pallas_kernels.pages import gather_pages, pool_shape
+from quest_jax.policies.quoka import QuoKA
+
+
+class Captured(NamedTuple):
+    """A text as the layers saw it.
+
+    Attributes:
+      queries: per layer ``[1, T, H, D]``, rotated.
+      state: whose cache holds the keys, their metadata and norms.
+    """
+
+    queries: tuple[Float[Array, "1 T H D"], ...]
+    state: AttentionState
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the text."""
+        return self.queries[0].shape[1]
+
+    def view(self, layer: int, start: int, end: int) -> LayerView:
+        """The cache of ``layer`` as it stood when the tokens ``[start, end)`` had just been written."""
+        cache = self.state.cache
+        norms = None if cache.norms is None else cache.norms[layer]
+        starts, lengths = jnp.array([start], jnp.int32), jnp.array([end], jnp.int32)
+        return LayerView(cache.kv[layer], cache.meta[layer], norms, starts, lengths, None)
+
+
+def capture(params: Params, ids: Sequence[int], page_size: int = 16) -> Captured:
+    """Runs ``params`` densely over ``ids`` and keeps the queries of every layer, about 4 T H D bytes each."""
+    config = params.config
+    state = init_attention(
+        config.n_layers, config.n_kv_heads, config.head_dim, batch=1, capacity=len(ids), page_size=page_size,
+        policy=QuoKA(budget=page_size), dtype=params.weights["embed"].dtype,
+    )  # fmt: skip
+    return Captured(*_run(params, jnp.asarray([list(ids)], jnp.int32), state))
+
+
+@functools.partial(jax.jit, donate_argnums=2)
+def _run(params, tokens, state):
+    def attend(layer, q, k, v, carry):
+        queries, state = carry
+        out, state = prefill_attention(layer, q, k, v, state)
+        return out, ((*queries, q), state)
+
+    positions = jnp.arange(tokens.shape[1])[None]
+    state = extend(state, jnp.array([tokens.shape[1]]))
+    _, carry = llama.apply(params.weights, params.config, tokens, positions, attend, ((), state))
+    return carry
+
+
+def probabilities(q: Float[Array, "1 T H D"], view: LayerView) -> Float[Array, "H T L"]:
+    """The causal attention of the queries from ``view.starts`` on, over all positions that the row has room for."""
+    shape = pool_shape(view.kv)
+    heads = jnp.arange(shape.kv_heads)[:, None]
+    keys, _ = gather_pages(view.kv, *jnp.broadcast_arrays(heads, jnp.arange(shape.pages)))
+    keys = keys.reshape(shape.kv_heads, -1, shape.head_dim).astype(jnp.float32)
+    grouped = q[0].astype(jnp.float32).swapaxes(0, 1).reshape(shape.kv_heads, -1, q.shape[1], shape.head_dim)
+    scores = jnp.einsum("kgtd,kld->kgtl", grouped, keys) * shape.head_dim**-0.5
+    seen = jnp.arange(keys.shape[1]) <= view.starts[0] + jnp.arange(q.shape[1])[:, None]
+    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).reshape(q.shape[2], q.shape[1], -1)
+
+
+def listed(selection: Selection, unit: int, room: int) -> Float[Array, "lists L"]:
+    """1 for the positions that the selection of one row lists, 0 for the others."""
+    live = jnp.arange(selection.pages.shape[-1]) < selection.counts[0][:, None]
+    lists = jnp.arange(len(live))[:, None]
+    marks = jnp.zeros((len(live), room // unit)).at[lists, selection.pages[0]].max(live.astype(jnp.float32))
+    return jnp.repeat(marks, unit, axis=-1)
+
+
+def mass_kept(attention: Float[Array, "H T L"], marks: Float[Array, "lists L"]) -> Float[Array, "H T"]:
+    """Share of every query's attention that falls on the marked positions of its list."""
+    return jnp.einsum("htl,hl->ht", attention, jnp.repeat(marks, len(attention) // len(marks), axis=0))

@@ -1,0 +1,100 @@
+"""The share of attention that QuoKA keeps on real prose: what is lost is what no budget of later layers brings back."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from quest_jax import Params, QuoKA, Tokenizer
+from quest_jax.evals.capture import Captured, capture, listed, mass_kept, probabilities
+from quest_jax.evals.needle import shipped_text
+
+# The first layers spread their attention over everything (Quest leaves them dense), the paper's figures leave them out.
+FIRST_LAYER = 2
+
+
+def prose(tokenizer: Tokenizer, n_tokens: int) -> list[int]:
+    """The first ``n_tokens`` token ids of the shipped text.
+
+    Raises:
+      ValueError: the text is shorter.
+    """
+    ids = tokenizer.encode(shipped_text())
+    if not 0 < n_tokens <= len(ids):
+        raise ValueError(f"tokens: expected 1 to {len(ids)} with the shipped text, got {n_tokens}.")
+    return ids[:n_tokens]
+
+
+def starts_of(n_tokens: int, chunk: int, past: int) -> list[int]:
+    """First positions of the whole chunks with more than ``past`` tokens before them.
+
+    Raises:
+      ValueError: there is none.
+    """
+    starts = list(range((past // chunk + 1) * chunk, n_tokens - chunk + 1, chunk))
+    if not starts:
+        raise ValueError(
+            f"tokens: expected a text with a chunk of {chunk} after more than {past} tokens, the largest budget, got "
+            f"{n_tokens} tokens; take a longer text or smaller budgets."
+        )
+    return starts
+
+
+def run(
+    params: Params,
+    ids: Sequence[int],
+    policies: Mapping[str, QuoKA],
+    *,
+    chunk: int = 128,
+    page_size: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, np.ndarray]:
+    """Measures what each policy would keep of dense attention, layer by layer; errors do not add up over layers.
+
+    Looked at is every chunk that has more before it than the largest budget, so that all policies leave something out.
+
+    Args:
+      params: of :func:`quest_jax.load`.
+      ids: the text.
+      policies: for prefill, by name.
+      chunk: tokens of a chunk.
+      page_size: tokens of a page.
+      progress: called with (layers done, layers in all).
+
+    Returns:
+      for every policy the mass kept, ``[layers from the third on, chunks, H]``, averaged over the chunk's queries.
+    """
+    starts = starts_of(len(ids), chunk, max(policy.budget for policy in policies.values()))
+    found = capture(params, ids, page_size)
+    kept: dict[str, list] = {name: [] for name in policies}
+    layers = range(min(FIRST_LAYER, params.config.n_layers - 1), params.config.n_layers)
+    for done, layer in enumerate(layers):
+        for name, policy in policies.items():
+            kept[name].append([_mass(found, layer, start, chunk, policy) for start in starts])
+        if progress is not None:
+            progress(done + 1, len(layers))
+    return {name: np.asarray(values) for name, values in kept.items()}
+
+
+def _mass(found: Captured, layer: int, start: int, chunk: int, policy: QuoKA) -> np.ndarray:
+    view = found.view(layer, start, start + chunk)
+    return np.asarray(_mass_jit(policy, found.queries[layer][:, start : start + chunk], view))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mass_jit(policy, q, view):
+    attention = probabilities(q, view)
+    marks = listed(policy.choose(q, view, None), policy.unit(view.page_size), attention.shape[-1])
+    return mass_kept(attention, marks).mean(axis=-1)
+
+
+def table(kept: Mapping[str, np.ndarray], n_tokens: int) -> Table:
+    """Lays the means out, with the lowest tenth of heads, layers and chunks."""
+    shown = Table(title=f"attention kept, prose of {n_tokens} tokens, layers from the third on", title_justify="left")
+    for heading in ("prefill", "mean", "10th percentile"):
+        shown.add_column(heading, justify="left" if heading == "prefill" else "right")
+    for name, values in kept.items():
+        shown.add_row(name, f"{values.mean():.3f}", f"{np.quantile(values, 0.1):.3f}")
+    return shown

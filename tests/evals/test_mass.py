@@ -1,0 +1,88 @@
+"""What a selection keeps of real attention: the measure itself, and QuoKA's figures on a real model."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quest_jax import QuoKA, load, load_tokenizer
+from quest_jax.evals import mass
+from quest_jax.evals.capture import capture, listed, probabilities
+from tests.models_for_tests import CONFIG, tiny
+
+IDS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 200).tolist()
+
+
+def test_captured_queries_and_keys_give_the_attention_of_the_model():
+    """A prefix sees what the whole text sees of it, and rows of attention are distributions over the past."""
+    found, prefix = capture(tiny(), IDS), capture(tiny(), IDS[:120])
+    for layer in range(CONFIG.n_layers):
+        np.testing.assert_allclose(found.queries[layer][:, :120], prefix.queries[layer], atol=1e-5)
+    view = found.view(1, 96, 128)
+    attention = np.asarray(probabilities(found.queries[1][:, 96:128], view))
+    assert attention.shape == (CONFIG.n_heads, 32, 208)
+    np.testing.assert_allclose(attention.sum(axis=-1), 1, rtol=1e-5)
+    for t in range(32):
+        assert (attention[:, t, 97 + t :] == 0).all() and (attention[:, t, : 97 + t] > 0).all()
+
+
+def test_marks_are_the_positions_that_are_listed():
+    found = capture(tiny(), IDS)
+    for granularity, unit in (("token", 1), ("page", 16)):
+        policy = QuoKA(32, n_queries=4, granularity=granularity)
+        view = found.view(1, 150, 182)
+        selection = policy.choose(found.queries[1][:, 150:182], view, None)
+        marks = np.asarray(listed(selection, unit, 208))
+        for head in range(CONFIG.n_kv_heads):
+            pages = np.asarray(selection.pages[0, head, : selection.counts[0, head]])
+            assert set(np.flatnonzero(marks[head])) == {page * unit + i for page in pages for i in range(unit)}
+
+
+def test_a_larger_budget_keeps_more_and_all_keeps_everything():
+    policies = {f"{n}": QuoKA(n, n_queries=4, chunk=16, granularity="token") for n in (1, 32, 64)}
+    kept = mass.run(tiny(), IDS, policies, chunk=16)
+    assert kept["1"].shape == (CONFIG.n_layers - 2, 7, CONFIG.n_heads)
+    assert 0 < kept["1"].mean() < kept["32"].mean() < kept["64"].mean() < 1
+    found = capture(tiny(), IDS)
+    whole = mass._mass(found, 1, 64, 16, QuoKA(64, n_queries=4, granularity="token"))
+    np.testing.assert_allclose(whole, 1, atol=1e-6)
+    assert "64" in str(mass.table(kept, 200).columns[0]._cells)
+
+
+def test_chunks_are_those_where_every_budget_leaves_something_out():
+    assert mass.starts_of(200, 16, 64) == [80, 96, 112, 128, 144, 160, 176]
+    with pytest.raises(ValueError, match="after more than 190 tokens, the largest budget, got 200 tokens"):
+        mass.starts_of(200, 16, 190)
+
+
+@pytest.mark.slow
+def test_quoka_keeps_what_an_independent_measurement_found():
+    """Measured elsewhere with another text of the kind: .931, .957, .980 at these budgets."""
+    tokenizer, params = load_tokenizer("smollm2-135m"), load("smollm2-135m")
+    expected = {256: 0.931, 512: 0.957, 1024: 0.980}
+    policies = {f"{budget}": QuoKA(budget, granularity="token") for budget in expected}
+    kept = mass.run(params, mass.prose(tokenizer, 3072), policies)
+    for budget, value in expected.items():
+        assert kept[f"{budget}"].mean() == pytest.approx(value, abs=0.02)
+
+
+@pytest.mark.slow
+def test_the_error_of_the_output_falls_as_the_budget_grows():
+    """On real queries, keys and values, relative to dense attention, averaged over layers."""
+    tokenizer, params = load_tokenizer("smollm2-135m"), load("smollm2-135m")
+    found = capture(params, mass.prose(tokenizer, 2048))
+    errors = []
+    for budget in (64, 128, 256, 512, 1024, 1920):
+        per_layer = []
+        for layer in range(2, params.config.n_layers, 3):
+            view, q = found.view(layer, 1920, 2048), found.queries[layer][:, 1920:]
+            attention = probabilities(q, view)
+            marks = listed(QuoKA(budget, granularity="token").choose(q, view, None), 1, attention.shape[-1])
+            group = params.config.n_heads // params.config.n_kv_heads
+            kept = attention * jnp.repeat(marks, group, axis=0)[:, None]
+            values = jnp.repeat(view.kv[1].reshape(params.config.n_kv_heads, -1, params.config.head_dim), group, axis=0)
+            dense = jnp.einsum("htl,hld->htd", attention, values)
+            sparse = jnp.einsum("htl,hld->htd", kept / kept.sum(axis=-1, keepdims=True), values)
+            per_layer.append(float(jnp.linalg.norm(sparse - dense) / jnp.linalg.norm(dense)))
+        errors.append(np.mean(per_layer))
+    assert (np.diff(errors) < 0).all(), errors
+    assert errors[-1] < 1e-5
