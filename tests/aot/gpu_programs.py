@@ -25,6 +25,7 @@ from quest_jax.models.llama import abstract_weights
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores.op import page_scores
+from quest_jax.pallas_kernels.pages import stored_head_dim
 from quest_jax.params import Params
 from quest_jax.policies.quest import Quest, largest
 from quest_jax.sampling import Greedy
@@ -47,6 +48,8 @@ ATTENTION = {
     "attention group 1, pages of 8": (8, 8, 128, 8, 512, 64, "bfloat16", False, False),
     "attention pages of 128, dense": (32, 8, 128, 128, 256, 0, "bfloat16", False, False),
     "attention head dim 256": (16, 2, 256, 32, 512, 64, "bfloat16", False, False),
+    "attention head dim 80": (32, 8, 80, 16, 512, 64, "bfloat16", False, True),
+    "attention head dim 96, dense": (32, 8, 96, 16, 512, 0, "float16", True, False),
 }
 # H, K, D, P, reduce
 SCORES = {
@@ -55,6 +58,7 @@ SCORES = {
     "scores group 8, max": (64, 8, 128, 2048, "max"),
     "scores smollm2": (9, 3, 64, 512, "mean"),
     "scores head dim 256, 48 pages": (16, 2, 256, 48, "mean"),
+    "scores head dim 80": (32, 8, 80, 2048, "mean"),
 }
 FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
 
@@ -104,9 +108,13 @@ def shape(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+def _width(head_dim):
+    return 2 * stored_head_dim(head_dim, "fused", "gpu")
+
+
 def attention(compiled, heads, kv_heads, head_dim, page_size, pages, listed, dtype, stacked, table):
     """One row; nothing but shapes."""
-    kv = shape(dtype, *([4] if stacked else []), kv_heads, pages, page_size, 2 * head_dim)
+    kv = shape(dtype, *([4] if stacked else []), kv_heads, pages, page_size, _width(head_dim))
     ints = functools.partial(shape, jnp.int32)
     operands = {"q": shape(dtype, 1, 1, heads, head_dim), "kv": kv, "starts": ints(1), "lengths": ints(1)}
     if table:
@@ -122,7 +130,7 @@ def attention(compiled, heads, kv_heads, head_dim, page_size, pages, listed, dty
 
 def scores(compiled, heads, kv_heads, head_dim, pages, reduce):
     run = functools.partial(page_scores, page_size=16, reduce=reduce, implementation="mosaic_gpu")
-    meta = shape(jnp.float32, 1, kv_heads, pages, 2 * head_dim)
+    meta = shape(jnp.float32, 1, kv_heads, pages, _width(head_dim))
     return compiled(run, shape(jnp.bfloat16, 1, heads, head_dim), meta, shape(jnp.int32, 1))
 
 
@@ -139,14 +147,13 @@ def chain(compiled):
     return compiled(run, half(1, 1, 32, 128), half(8, 2048, 16, 256), full(1, 8, 2048, 256), ints(1), ints(1))
 
 
-def step(compiled, n_layers):
-    """A decode step at 131072 tokens of context: Llama-3-8B's attention, a small model around it."""
-    config = LlamaConfig(4096, 2048, 4096, n_layers, 32, 8, 128, 131072)
+def step(compiled, n_layers, head_dim=128, context=131072):
+    """A decode step: Llama-3-8B's attention, or one of another head dim, and a small model around it."""
+    config = LlamaConfig(4096, 2048, 4096, n_layers, 32, 8, head_dim, context)
 
     def make_state():
         attention_state = init_attention(
-            n_layers, 8, 128, batch=1, capacity=131072, policy=Quest(2048, dense_layers=0),
-            dtype=jnp.bfloat16, layout="fused",
+            n_layers, 8, head_dim, batch=1, capacity=context, policy=Quest(2048, dense_layers=0), dtype=jnp.bfloat16,
         )  # fmt: skip
         return DecodeState(
             attention=attention_state, logits=jnp.zeros((1, 4096)), done=jnp.zeros(1, bool), keys=row_keys(0, 1),
@@ -195,6 +202,8 @@ def main(architecture: str) -> None:
         result["chain"] = launches(chain(compiled).as_text())
         begin("decode step of two layers")
         result["step"] = step(compiled, 2)
+        begin("decode step of one layer of head dim 80")
+        result["step of head dim 80"] = step(compiled, 1, head_dim=80, context=32768)
         begin("controls")
         ranked = shape(jnp.float32, 8, 2048)
         result["stable"] = launches(compiled(lambda x: jax.lax.top_k(x, 128), ranked).as_text())

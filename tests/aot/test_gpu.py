@@ -71,3 +71,10 @@ class TestEveryArchitecture:
         assert step["cache_copies"] == []
         assert step["aliased_bytes"] >= step["cache_bytes"] > 1e9
         assert step["temporary_bytes"] < 0.1 * step["cache_bytes"]
+
+    def test_padded_rows_are_served_and_not_copied(self, architecture):
+        """A cache for head dim 80 has rows of 128."""
+        step = compiled(architecture)[0]["step of head dim 80"]
+        assert sum("mosaic_gpu" in launch for launch in step["launches"]) == 3
+        assert step["cache_copies"] == []
+        assert step["aliased_bytes"] >= step["cache_bytes"] == 8 * 2048 * (16 * 256 * 2 + 256 * 4)

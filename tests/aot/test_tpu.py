@@ -55,6 +55,13 @@ def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_c
         )
 
 
+@pytest.mark.parametrize("dim", [80, 96])
+def test_a_decode_step_with_rows_that_are_padded_copies_no_cache_either(v5e, dim, as_a_user):
+    program = compile_tpu.decode_program(dim=dim, context=8192, budget=1024)
+    assert {leaf.shape[-1] for leaf in program.cache} == {256}
+    check(compile_tpu.compile_for(v5e, program), program, kernels=3 + 1 + 3)
+
+
 def test_generate_is_made_of_the_kernels_and_its_loops_copy_no_cache(v5e, as_a_user):
     # All layers of SmolLM2-135M: with 4 of them XLA has room to keep a pool in vector memory from step to step, and
     # copies that one to HBM for every append.
@@ -78,12 +85,15 @@ def test_without_donation_nothing_is_aliased(v5e):
 
 
 def test_a_row_that_is_no_whole_tile_makes_xla_copy_the_cache(v5e):
-    """What ``why_not`` is for: head dim 80 compiles, and would copy the pool at every step."""
+    """What padding is for: head dim 80 as it is compiles, and would copy the pool at every step."""
 
     def direct(q, kv, starts, lengths, table, pages, counts):
-        return page_attention.page_attention(q, kv, starts, lengths, table, pages=pages, counts=counts, layer=None)
+        return page_attention.page_attention(
+            q, kv, starts, lengths, table, pages=pages, counts=counts, layer=None, scale=80**-0.5
+        )
 
-    program = dataclasses.replace(compile_tpu.attention_program(dim=80, listed=16), function=direct)
+    program = compile_tpu.attention_program(dim=80, listed=16, padded=False)
+    program = dataclasses.replace(program, function=direct)
     assert compile_tpu.compile_for(v5e, program).copies
 
 
@@ -97,7 +107,7 @@ def test_a_block_that_does_not_fit_vector_memory_does_not_compile(v5e):
 
     def too_large(q, kv, starts, lengths, *_):
         return page_attention.page_attention(
-            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, block_tokens=16384
+            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, scale=1.0, block_tokens=16384
         )
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)memory space vmem"):
@@ -107,7 +117,7 @@ def test_a_block_that_does_not_fit_vector_memory_does_not_compile(v5e):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dim": 80}, "2D = 160 numbers"),
+        ({"dim": 80, "padded": False}, "2D = 160 numbers"),
         ({"page": 4}, "a page has 4 tokens"),
         ({"dtype": "float16"}, "float32 and bfloat16"),
         ({"rows": 32, "pages": 8192, "table": True}, "bytes of scalar memory"),

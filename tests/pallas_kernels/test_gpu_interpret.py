@@ -18,6 +18,7 @@ from quest_jax.pallas_kernels.page_attention.op import IMPLEMENTATIONS as ATTENT
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores import gpu as scores_gpu
 from quest_jax.pallas_kernels.page_scores.op import page_scores
+from quest_jax.pallas_kernels.pages import pad_head_dim
 from tests.pallas_kernels import test_page_attention, test_page_scores
 from tests.pallas_kernels.cases import CASES, Case, fill, queries
 
@@ -31,7 +32,7 @@ def call_of(case: Case, dtype: str | None = None, **changes) -> dispatch.Call:
     """What the ops tell the dispatch on an H200."""
     call = dispatch.Call(
         platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0), dtype=dtype or case.dtype,
-        layout=case.layout, kv_heads=case.kv_heads, group=case.group, head_dim=case.head_dim, page_size=case.page_size,
+        layout=case.layout, kv_heads=case.kv_heads, group=case.group, head_dim=case.stored, page_size=case.page_size,
     )  # fmt: skip
     return dataclasses.replace(call, **changes)
 
@@ -71,11 +72,11 @@ def lists_of(case: Case, per_head: bool):
 def attend(case, filled, q, pages=None, counts=None, *, starts=None, splits=None, interpret=INTERPRET):
     starts = jnp.maximum(filled.lengths - 1, 0) if starts is None else starts
     pages, counts = (None if x is None else jnp.asarray(x) for x in (pages, counts))
-    got = attention_gpu.page_attention(
-        q, filled.kv, starts, filled.lengths, filled.table,
-        pages=pages, counts=counts, layer=case.layer, splits=splits, interpret=interpret,
+    out, lse = attention_gpu.page_attention(
+        pad_head_dim(q, case.stored), filled.kv, starts, filled.lengths, filled.table, pages=pages, counts=counts,
+        layer=case.layer, scale=case.head_dim**-0.5, splits=splits, interpret=interpret,
     )  # fmt: skip
-    return jax.block_until_ready(got)
+    return jax.block_until_ready((out[..., : case.head_dim], lse))
 
 
 def test_the_shared_table_is_served():
@@ -192,8 +193,8 @@ def test_scores_equal_the_equation(case, reduce):
     filled, q = fill(case), queries(case, 1)[:, 0]
     beta = 1.0 if case.group % 2 else 0.5
     got = scores_gpu.page_scores(
-        q, filled.meta, filled.lengths, page_size=case.page_size, reduce=reduce, beta=beta, layer=case.layer,
-        interpret=INTERPRET,
+        pad_head_dim(q, case.stored), filled.meta, filled.lengths, page_size=case.page_size, reduce=reduce, beta=beta,
+        layer=case.layer, interpret=INTERPRET,
     )  # fmt: skip
     expected = test_page_scores.reference(case, q, filled, reduce, beta)
     live = np.isfinite(expected)

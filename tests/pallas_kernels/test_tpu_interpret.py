@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from quest_jax.pallas_kernels.append import tpu as append
 from quest_jax.pallas_kernels.page_attention import tpu as page_attention
 from quest_jax.pallas_kernels.page_scores import tpu as page_scores
+from quest_jax.pallas_kernels.pages import pad_head_dim
 from tests.pallas_kernels import test_page_attention, test_page_scores
 from tests.pallas_kernels.cases import CASES, TOLERANCE, Case, empty_pool, fill, queries
 
@@ -25,7 +26,7 @@ PLAIN = pltpu.InterpretParams(uninitialized_memory="nan")
 RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # What the kernels serve, of the shared table and beyond it. Each costs seconds of compilation, so the sizes are mixed.
 SERVED = [
-    *[c for c in CASES if c.layout == "fused" and 2 * c.head_dim % 128 == 0 and c.dtype != "float16"],
+    *[c for c in CASES if c.layout == "fused" and 2 * c.stored % 128 == 0 and c.dtype != "float16"],
     Case(layout="fused", group=4, head_dim=256, lengths=(15, 32)),
     Case(layout="fused", group=7, head_dim=128, page_size=8),
     Case(layout="fused", group=8, dtype="bfloat16", page_size=8, head_dim=128, lengths=(128, 15)),
@@ -64,10 +65,11 @@ def attend(case, tokens, pages=None, counts=None, **options):
     starts = jnp.maximum(filled.lengths - tokens, 0)
 
     def run(q, kv):
-        return page_attention.page_attention(
-            q, kv, starts, filled.lengths, filled.table, pages=pages, counts=counts, layer=case.layer,
-            **{"interpret": PLAIN} | options,
+        out, lse = page_attention.page_attention(
+            pad_head_dim(q, case.stored), kv, starts, filled.lengths, filled.table,
+            pages=pages, counts=counts, layer=case.layer, scale=case.head_dim**-0.5, **{"interpret": PLAIN} | options,
         )  # fmt: skip
+        return out[..., : case.head_dim], lse
 
     got = jit(run)(q, filled.kv)
     assert got[0].dtype == q.dtype
@@ -110,8 +112,9 @@ def test_unused_memory_does_not_leak(poison):
 
     def run(q, kv):
         return page_attention.page_attention(
-            q, kv, clean.lengths - 1, clean.lengths, None, pages=None, counts=None, layer=None, interpret=PLAIN
-        )
+            q, kv, clean.lengths - 1, clean.lengths, None,
+            pages=None, counts=None, layer=None, scale=0.125, interpret=PLAIN,
+        )  # fmt: skip
 
     for expected, got in zip(jit(run)(q, clean.kv), jit(run)(q, dirty.kv), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -128,8 +131,8 @@ def test_scores_equal_the_equation(case, reduce, beta):
 
     def run(q, meta, lengths):
         return page_scores.page_scores(
-            q, meta, lengths, page_size=case.page_size, reduce=reduce, beta=beta, layer=case.layer,
-            block_pages=128, interpret=PLAIN,
+            pad_head_dim(q, case.stored), meta, lengths, page_size=case.page_size, reduce=reduce, beta=beta,
+            layer=case.layer, block_pages=128, interpret=PLAIN,
         )  # fmt: skip
 
     got = jit(run)(q, filled.meta, filled.lengths)
@@ -160,7 +163,8 @@ def writer(case, table, **options):
 def tokens_of(case, filled, starts, n):
     """Keys and values of ``n`` tokens of every row, from ``starts`` on."""
     at = np.minimum(np.asarray(starts)[:, None] + np.arange(n), case.capacity - 1)[..., None, None]
-    return tuple(jnp.asarray(np.take_along_axis(x, at, 1), case.dtype) for x in (filled.keys, filled.values))
+    new = (jnp.asarray(np.take_along_axis(x, at, 1), case.dtype) for x in (filled.keys, filled.values))
+    return tuple(pad_head_dim(x, case.stored) for x in new)
 
 
 def assert_same_bits(got, expected):

@@ -80,12 +80,13 @@ def why_not(call: dispatch.Call) -> str | None:
 
 
 def page_attention(
-    q, kv, starts, lengths, page_table, *, pages, counts, layer, splits: int | None = None, interpret=None
+    q, kv, starts, lengths, page_table, *, pages, counts, layer, scale, splits: int | None = None, interpret=None
 ):
     """See :func:`quest_jax.pallas_kernels.page_attention.op.page_attention`.
 
     Args:
-      q, kv, starts, lengths, page_table, pages, counts, layer: as for the op.
+      q, kv, starts, lengths, page_table, pages, counts, layer: as for the op; ``q`` has the head dim of the pool.
+      scale: factor of the scores, ``1 / sqrt`` of the model's head dim.
       splits: thread blocks that share a list; None chooses.
       interpret: ``plgpu.InterpretGPUParams`` to run without a GPU.
     """
@@ -136,7 +137,8 @@ def page_attention(
         memory = refs[len(operands) + len(written) :]
         _attend(
             ins, outs, *memory, kv_heads=shape.kv_heads, lists=lists, pool_pages=shape.pages,
-            pages_per_row=pages_per_row, group=heads // lists, splits=splits, interpret=interpret is not None,
+            pages_per_row=pages_per_row, group=heads // lists, splits=splits, scale=scale,
+            interpret=interpret is not None,
         )  # fmt: skip
 
     found = plgpu.kernel(
@@ -155,7 +157,7 @@ def page_attention(
 
 def _attend(
     ins, outs, kv_memory, weights_memory, barrier=None, *,
-    kv_heads, lists, pool_pages, pages_per_row, group, splits, interpret,
+    kv_heads, lists, pool_pages, pages_per_row, group, splits, scale, interpret,
 ):  # fmt: skip
     """The thread block of one list and one split."""
     index, split = lax.axis_index("lists"), lax.axis_index("splits")
@@ -249,18 +251,18 @@ def _attend(
         keys = plgpu.load(kv_memory.at[stage, :, pl.ds(0, head_dim)], layout=lay.left)
         scores = dot(filled((step, GROUP), 0.0, lay.sum), keys, query, interpret)
         seen = real((step, GROUP), 0.0, lay.sum, logical, i)
-        scores = jnp.where(seen, scores * (math.log2(math.e) * head_dim**-0.5), EMPTY)
+        scores = jnp.where(seen, scores * (math.log2(math.e) * scale), EMPTY)
         new_top = jnp.maximum(top, jnp.max(scores, axis=0))
         weights = jnp.where(seen, jnp.exp2(scores - across(new_top, scores.shape)), 0.0)
-        scale = jnp.exp2(top - new_top)
-        total = total * scale + jnp.sum(weights, axis=0)
+        kept = jnp.exp2(top - new_top)
+        total = total * kept + jnp.sum(weights, axis=0)
         # The second product wants the weights in another layout: every warp needs all tokens of them.
         store(weights_memory, weights.astype(dtype))
         weights = plgpu.load(weights_memory, layout=lay.right, optimized=False)
         values = plgpu.load(kv_memory.at[stage, :, pl.ds(head_dim, head_dim)].T, layout=lay.left)
         # 0 * NaN is NaN: weight zero does not take unused memory out of a product.
         values = jnp.where(real((head_dim, step), 1, lay.left, logical, i), values, jnp.zeros((), dtype))
-        return new_top, total, dot(out * across(scale, out.shape), values, weights, interpret)
+        return new_top, total, dot(out * across(kept, out.shape), values, weights, interpret)
 
     @pl.when(steps > 0)
     def _():
