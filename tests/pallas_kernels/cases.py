@@ -123,6 +123,24 @@ def queries(case: Case, tokens: int, seed: int = 1):
     return jnp.asarray(rng.normal(size=(len(case.lengths), tokens, case.heads, case.head_dim)), case.dtype)
 
 
+def with_nan_key(filled: Filled):
+    """The fused pool with NaN in one channel of the key at position 5 of row 0, KV head 0 (without a page table)."""
+    return filled.kv.at[0, 0, 5, 3].set(jnp.nan)
+
+
+def sees_nan_key(case: Case, starts, tokens: int, pages=None, counts=None) -> np.ndarray:
+    """bool ``[B, T, H]``: which queries see the key of :func:`with_nan_key`."""
+    sees = np.zeros((len(case.lengths), tokens, case.heads), bool)
+    for t in range(tokens):
+        for head in range(case.group):  # those of KV head 0
+            listed = True
+            if pages is not None:
+                own = head * pages.shape[1] // case.heads
+                listed = 0 in np.asarray(pages)[0, own, : int(counts[0, own])]
+            sees[0, t, head] = listed and 5 <= starts[0] + t < case.lengths[0]
+    return sees
+
+
 def attention_float64(q, keys, values, seen):
     """Softmax attention of one query ``[D]`` over the keys ``[L, D]`` where ``seen``; ``(out, lse)``."""
     if not seen.any():

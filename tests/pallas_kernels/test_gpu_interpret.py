@@ -20,7 +20,7 @@ from quest_jax.pallas_kernels.page_scores import gpu as scores_gpu
 from quest_jax.pallas_kernels.page_scores.op import page_scores
 from quest_jax.pallas_kernels.pages import pad_head_dim
 from tests.pallas_kernels import test_page_attention, test_page_scores
-from tests.pallas_kernels.cases import CASES, Case, fill, queries
+from tests.pallas_kernels.cases import CASES, Case, fill, queries, sees_nan_key, with_nan_key
 
 # Minutes of interpretation: on the newest JAX only, in .ci/run.
 pytestmark = pytest.mark.slow
@@ -142,6 +142,26 @@ def test_unused_memory_does_not_leak(poison):
     assert not np.isfinite(np.asarray(dirty.kv, np.float32)).all()
     for a, b in zip(attend(case, dirty, q), attend(case, clean, q), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("splits", "listed"), [(1, False), (2, False), (2, True)])
+def test_nan_in_a_real_key_shows_exactly_where_it_is_seen(splits, listed):
+    case = Case(dtype="bfloat16", layout="fused", lengths=(100, 100, 3), capacity=128)
+    filled, q = fill(case), queries(case, 1)
+    starts = jnp.array([99, 99, 2])
+    pages = counts = None
+    if listed:  # a list per query head: of those that share the key, the first reads its page, the second does not
+        pages = np.broadcast_to(
+            np.array([[4, 1, 2, 5, 0], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]), (3, 4, 5)
+        )
+        counts = np.where(np.arange(3)[:, None] < 2, 5, np.array([[1, 0, 1, 1]]))
+        pages = np.where(np.arange(3)[:, None, None] < 2, pages, 0)
+    attended = dataclasses.replace(filled, kv=with_nan_key(filled))
+    out, lse = (np.isnan(x) for x in attend(case, attended, q, pages, counts, starts=starts, splits=splits))
+    expected = sees_nan_key(case, starts, 1, pages, counts)
+    assert expected.any() and not expected[0].all()
+    np.testing.assert_array_equal(lse, expected)
+    np.testing.assert_array_equal(out, np.broadcast_to(expected[..., None], out.shape))
 
 
 @pytest.mark.parametrize(
