@@ -1,10 +1,9 @@
 """Ahead-of-time compilation for TPUs that are not there: every kernel, and one decode step of a large model.
 
-``python -m quest_jax.bench.compile_tpu`` prints what the compiler says, as a table. It needs libtpu (the version that
-``jax[tpu]`` pins), no TPU. Nothing is run: the times are bytes divided by the memory's nominal bandwidth.
+It needs libtpu (the version that ``jax[tpu]`` pins), no TPU. Nothing is run. ``python -m quest_jax.bench.compile``
+prints what the compiler says as a table.
 """
 
-import argparse
 import dataclasses
 import math
 import os
@@ -15,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from rich.console import Console
-from rich.table import Table
 
 from quest_jax.attention import init_attention
 from quest_jax.decode import DecodeState, decode_step, row_keys
@@ -73,6 +70,11 @@ class Program:
     cache: tuple[Any, ...]
     bytes: int
 
+    @property
+    def scalar_bytes(self) -> int:
+        """Scalar memory that a kernel takes: page table, lists and lengths, which are copied there whole."""
+        return _nbytes([leaf for leaf in jax.tree.leaves(self.arguments) if leaf.dtype == jnp.int32])
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -116,7 +118,8 @@ def compile_for(device: Any, program: Program) -> Compiled:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
         raise RuntimeError(f"{program.name}: this version of JAX says nothing about a program compiled ahead of time.")
-    vmem = [int(size) for size in re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', _kernel_lines(text))]
+    used = r'"used_scoped_memory_configs":\[{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    vmem = [int(size) for size in re.findall(used, _kernel_lines(text))]
     return Compiled(
         text=text,
         kernels=text.count('custom_call_target="tpu_custom_call"'),
@@ -290,27 +293,3 @@ def kernel_programs() -> list[Program]:
         append_program(tokens=19, page=8, dim=256, dtype="float32"),
         append_program(tokens=19, dim=80),
     ]
-
-
-def main() -> None:
-    """Prints the table of one or all chips."""
-    parser = argparse.ArgumentParser(prog="python -m quest_jax.bench.compile_tpu", description=__doc__)
-    parser.add_argument("--chips", nargs="+", choices=list(CHIPS), default=list(CHIPS))
-    parser.add_argument("--layers", type=int, default=3, help="layers of the decode step's model")
-    args = parser.parse_args()
-    table = Table("chip", "program", "kernels", "VMEM", "HBM peak", "least bytes", "at nominal bandwidth")
-    for chip in args.chips:
-        device = device_of(chip)
-        for program in [*kernel_programs(), decode_program(layers=args.layers)]:
-            found = compile_for(device, program)
-            table.add_row(
-                chip, program.name, str(found.kernels), f"{found.vmem / 1e6:.2f} MB", f"{found.peak / 1e9:.2f} GB",
-                f"{program.bytes / 1e6:.1f} MB", f"{program.bytes / CHIPS[chip][1] / 1e3:.1f} us",
-            )  # fmt: skip
-    console = Console(width=200)
-    console.print("Compiled, not run. Times are bytes over nominal bandwidth, not measurements.")
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()

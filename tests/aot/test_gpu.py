@@ -4,17 +4,13 @@ Compiled, not run. ``make test-aot-gpu`` makes the environment; it needs Linux o
 """
 
 import functools
-import importlib.util
-import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.aot.gpu_kernels import Kernel, kernels_of
+from quest_jax.bench import compile_gpu, device_correctness
+from quest_jax.bench.ptxas import Kernel
 
 pytestmark = pytest.mark.aot
 ROOT = pathlib.Path(__file__).parents[2]
@@ -22,19 +18,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @functools.cache
 def compiled(architecture: str) -> tuple[dict, list[Kernel]]:
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        pytest.fail("expected jax-cuda13-plugin and nvidia-cuda-nvcc in this environment; run `make test-aot-gpu`")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.aot.gpu_programs", architecture],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-    result = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
-    return json.loads(result), kernels_of(done.stdout)
+    return compile_gpu.compile_all(architecture, str(ROOT))
 
 
-@pytest.mark.parametrize("architecture", ["80", "89", "90", "100", "120"])
+ARCHITECTURES = [pytest.param(one, marks=pytest.mark.xdist_group(one)) for one in compile_gpu.ARCHITECTURES]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 class TestEveryArchitecture:
     def test_kernels_do_not_spill(self, architecture):
         _, kernels = compiled(architecture)
@@ -78,3 +68,14 @@ class TestEveryArchitecture:
         assert sum("mosaic_gpu" in launch for launch in step["launches"]) == 3
         assert step["cache_copies"] == []
         assert step["aliased_bytes"] >= step["cache_bytes"] == 8 * 2048 * (16 * 256 * 2 + 256 * 4)
+
+    def test_no_product_of_one_row_is_written_as_large_as_its_weight(self, architecture):
+        result = compiled(architecture)[0]
+        assert result["step"]["weight_copies"] == result["step of head dim 80"]["weight_copies"] == []
+        assert result["one row"] != [], "the control: XLA does so where the library does not prevent it"
+
+
+@pytest.mark.xdist_group("90")
+def test_the_programs_of_the_device_check_compile():
+    names = compiled("90")[0]["device check"]
+    assert len(names) == 5 * len(device_correctness.SHAPES) + 2

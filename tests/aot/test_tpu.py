@@ -34,7 +34,7 @@ def check(found, program, kernels):
     assert found.copies == []
     if program.donated:
         assert found.cache <= found.aliased <= found.cache + 10 * 2**20  # the state is more than the cache
-    assert 0 < found.vmem <= 32 * 2**20  # on tpu7x the compiler says what it set aside, all of 32 MiB
+    assert 0 < found.vmem <= 16 * 2**20
 
 
 @pytest.mark.parametrize("program", compile_tpu.kernel_programs(), ids=lambda program: program.name)

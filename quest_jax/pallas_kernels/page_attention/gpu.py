@@ -23,7 +23,7 @@ read, lists that are empty.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,31 @@ def why_not(call: dispatch.Call) -> str | None:
     return None
 
 
+class Cut(NamedTuple):
+    """How a list is divided: tokens of a step, thread blocks that share the list, steps in shared memory at once."""
+
+    step: int
+    splits: int
+    stages: int
+
+
+def cut(lists: int, width: int, page_size: int, head_dim: int, splits: int | None = None) -> Cut:
+    """Divides ``lists`` lists of up to ``width`` pages; ``splits`` overrides the choice of thread blocks."""
+    step = max(_STEP_TOKENS, page_size)
+    steps = -(-width // (step // page_size))
+    if splits is None:
+        splits = min(-(-_BLOCKS // lists), _MOST_SPLITS)
+    splits = max(1, min(splits, steps))
+    # A second stage is of use where a thread block has a second step.
+    stages = 2 if steps > splits and 2 * _step_bytes(page_size, head_dim) <= _SHARED_BYTES else 1
+    return Cut(step, splits, stages)
+
+
+def shared_bytes(cut: Cut, head_dim: int) -> int:
+    """Shared memory of a thread block: the pages in flight and the weights, without what the compiler adds."""
+    return 2 * cut.step * (cut.stages * 2 * head_dim + GROUP)
+
+
 def page_attention(
     q, kv, starts, lengths, page_table, *, pages, counts, layer, scale, splits: int | None = None, interpret=None
 ):
@@ -94,12 +119,8 @@ def page_attention(
     rows, _, heads, head_dim = q.shape
     lists = shape.kv_heads if pages is None else pages.shape[1]
     pages_per_row = shape.pages // rows if page_table is None else page_table.shape[1]
-    step = max(_STEP_TOKENS, shape.page_size)
-    steps = -(-(pages_per_row if pages is None else pages.shape[2]) // (step // shape.page_size))
-    if splits is None:
-        splits = min(-(-_BLOCKS // (rows * lists)), _MOST_SPLITS)
-    splits = max(1, min(splits, steps))
-    stages = 2 if steps > splits and 2 * _step_bytes(shape.page_size, head_dim) <= _SHARED_BYTES else 1
+    width = pages_per_row if pages is None else pages.shape[2]
+    step, splits, stages = cut(rows * lists, width, shape.page_size, head_dim, splits)
     capability = dispatch.current_target().compute_capability
     copy_engine = interpret is not None or (capability is not None and capability >= (9, 0))
 
