@@ -42,12 +42,16 @@ class TestEveryArchitecture:
 
     def test_a_layer_of_the_decode_step_is_six_launches(self, architecture):
         ran = compiled(architecture)[0]["step"]["launches"]
+        counts = [launch for launch in ran if launch.endswith("/attend/broadcast_in_dim")]
+        assert len(counts) == 1, counts
         for layer in ("layer_0", "layer_1"):
             scores, merge = (
                 next(i for i, launch in enumerate(ran) if layer in launch and f"{kernel}/" in launch)
                 for kernel in ("page_scores", "page_attention_merge")
             )
-            assert merge - scores + 1 == 6, ran[scores : merge + 1]
+            # The counts are computed once for all layers, wherever the scheduler puts them.
+            own = [launch for launch in ran[scores : merge + 1] if launch not in counts]
+            assert len(own) == 6, own
         assert sum("mosaic_gpu" in launch for launch in ran) == 6
         assert sum("__gpu$TopK" in launch for launch in ran) == 2
 
