@@ -48,9 +48,8 @@ test-aot-gpu:  ## compile the GPU kernels and decode steps for five GPUs that ar
 aot-tpu: $(venv)/.aot-tpu-installed
 	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_tpu.py -n 2 --dist worksteal $(ARGS)
 
-# One architecture a group: its process compiles once for all tests of it.
 aot-gpu: $(venv)/.aot-gpu-installed
-	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_gpu.py -n 2 --dist loadgroup $(ARGS)
+	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_gpu.py $(ARGS)
 
 lint: $(venv)/.dev-installed  ## check style and formatting
 	"$(BIN)/python" -m ruff check .

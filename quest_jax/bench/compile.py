@@ -25,7 +25,8 @@ def tpu_table(chips: Sequence[str]) -> list[str]:
         device, bandwidth = compile_tpu.device_of(chip), compile_tpu.CHIPS[chip][1]
         for row, program in zip(cells, programs, strict=True):
             found = compile_tpu.compile_for(device, program)
-            row.append(f"{found.vmem / 1e6:.2f} MB, {_time(program.bytes, bandwidth)}")
+            peak = "" if program in kernels else f", {found.peak / 1e9:.2f} GB of HBM"
+            row.append(f"{found.vmem / 1e6:.2f} MB, {_time(program.bytes, bandwidth)}{peak}")
     head = ["program", "least bytes", "SMEM", *(f"{chip}: VMEM, time" for chip in chips)]
     rows = [
         [program.name, _size(program.bytes), _size(program.scalar_bytes) if program in kernels else "", *row]

@@ -3,6 +3,7 @@
 Compiled, not run. ``make test-aot-gpu`` makes the environment; it needs Linux on x86-64 or AArch64, and no GPU.
 """
 
+import concurrent.futures
 import functools
 import pathlib
 import re
@@ -17,14 +18,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @functools.cache
+def started() -> dict[str, concurrent.futures.Future]:
+    """All architectures, a process each, two at once."""
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    return {one: pool.submit(compile_gpu.compile_all, one, str(ROOT)) for one in compile_gpu.ARCHITECTURES}
+
+
 def compiled(architecture: str) -> tuple[dict, list[Kernel]]:
-    return compile_gpu.compile_all(architecture, str(ROOT))
+    return started()[architecture].result()
 
 
-ARCHITECTURES = [pytest.param(one, marks=pytest.mark.xdist_group(one)) for one in compile_gpu.ARCHITECTURES]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", list(compile_gpu.ARCHITECTURES))
 class TestEveryArchitecture:
     def test_kernels_do_not_spill(self, architecture):
         _, kernels = compiled(architecture)
@@ -79,7 +83,6 @@ class TestEveryArchitecture:
         assert result["one row"] != [], "the control: XLA does so where the library does not prevent it"
 
 
-@pytest.mark.xdist_group("90")
 def test_the_programs_of_the_device_check_compile():
     names = compiled("90")[0]["device check"]
     assert len(names) == 5 * len(device_correctness.SHAPES) + 2

@@ -42,17 +42,13 @@ def test_every_kernel_compiles_for_every_chip(device, program):
     check(compile_tpu.compile_for(device, program), program, kernels=1)
 
 
-def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(
-    device, capsys, as_a_user
-):
+def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(device, as_a_user):
     program = compile_tpu.decode_program()
     found = compile_tpu.compile_for(device, program)
     check(found, program, kernels=3 + 1 + 3)  # append, the one sparse layer's scores, attention
     assert "sort" in found.text  # the selection is XLA's
-    with capsys.disabled():
-        print(
-            f"\n{device.device_kind}: {program.name}: {found.peak / 1e9:.2f} GB of HBM, {found.vmem / 1e6:.1f} MB VMEM"
-        )
+    # Nothing but arguments and results in HBM, of which the cache is one: the peak that `bench.compile` reports.
+    assert found.peak < 1.1 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.arguments))
 
 
 @pytest.mark.parametrize("dim", [80, 96])

@@ -7,7 +7,11 @@ block reads its pages in steps of T tokens and keeps, for the G query heads of i
 .. math::
 
     S^T = K Q^T \frac{\log_2 e}{\sqrt D}, \quad m' = \max(m, \max_t S^T), \quad
-    P^T = 2^{S^T - m'}, \quad O^T \leftarrow O^T 2^{m - m'} + V^T P^T
+    P^T = 2^{S^T - m'}, \quad \ell \leftarrow \ell 2^{m - m'} + \sum_t P^T, \quad
+    O^T \leftarrow O^T 2^{m - m'} + V^T P^T
+
+and in the end ``out = O / l`` and ``lse = m + log2(l)``. The code calls these ``scores``, ``top``, ``weights``,
+``total``, ``out``, and the factor ``2^(m - m')`` of what was there before ``kept``.
 
 Both products are transposed: the long axis (tokens, then channels) is the tensor core's 64 rows, and the query heads
 are its 8 columns, so one to eight heads cost the same and no row is wasted on padding. A second kernel merges the

@@ -4,10 +4,13 @@ The work is cut into *items*: one list of pages (a KV head's, or a query head's)
 queries that share it. An item reads its pages in *blocks*. All copies of a block are started together and awaited
 together, one block ahead of the computation, across the items too: only the very first block is waited for.
 
-    item (row, list, tile)   q [R, D]: R = tile of tokens x group, token slowest
-      block 0 .. n           kv [L, 2D] = L / S pages, in VMEM twice
-        s = q k^T / sqrt(D)  [R, L], -inf where the key's position is past the query's
-        m, l, o              running maximum, sum of weights, weighted sum of values (online softmax)
+    item (row, list, tile)    q [R, D]: R = tile of tokens x group, token slowest
+      block 0 .. n            kv [L, 2D] = L / S pages, in VMEM twice
+        s = q k^T / sqrt(D)   [R, L], left out where the key's position is past the query's
+        top' = max(top, s)    online softmax: running maximum, sum of weights, weighted sum of values
+        total    = total e^(top - top') + sum e^(s - top')
+        weighted = weighted e^(top - top') + e^(s - top') v
+    out = weighted / total    lse = top + log(total)
 
 Page ids, page table, lengths and counts lie in scalar memory before the kernel starts; the logical page of a list is
 looked up in the table where its copy is started, and the position of its first token is noted beside the buffer. So a
@@ -144,9 +147,9 @@ def page_attention(
                 pltpu.VMEM((2, 1, block), jnp.int32),  # position of every token in them
                 pltpu.SMEM((2,), jnp.int32),  # position of the last of them
                 pltpu.SMEM((1,), jnp.int32),  # the buffer whose turn it is
-                pltpu.VMEM((padded_rows, 1), jnp.float32),  # m
-                pltpu.VMEM((padded_rows, 1), jnp.float32),  # l
-                pltpu.VMEM((padded_rows, lanes), jnp.float32),  # o
+                pltpu.VMEM((padded_rows, 1), jnp.float32),  # top
+                pltpu.VMEM((padded_rows, 1), jnp.float32),  # total
+                pltpu.VMEM((padded_rows, lanes), jnp.float32),  # weighted
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
