@@ -1,8 +1,11 @@
 # Needs only Python 3.12 or newer. Every target makes what it needs in .venv, once.
 #   make test VENV=/tmp/other        another environment        make test ARGS="-k cache"      arguments for the command
+#   make test-aot AOT_TPU=/tmp/tpu AOT_GPU=/tmp/gpu     others for the kernels
 #   make demo PYTHON=/opt/python3.13/bin/python3                another interpreter
 
 VENV ?= .venv
+AOT_TPU ?= .venv-aot
+AOT_GPU ?= .venv-aot-gpu
 PYTHON ?=
 ARGS ?=
 BIN = $(VENV)/bin
@@ -18,7 +21,7 @@ unexport PYTHONHOME
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-aot test-aot-tpu test-aot-gpu aot-tpu lint types format bench dev clean
+.PHONY: help demo test test-aot test-aot-tpu test-aot-gpu aot-tpu aot-gpu lint types format bench dev clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,29 +34,22 @@ test: $(venv)/.dev-installed  ## run all tests but those that need torch
 
 test-aot: test-aot-tpu test-aot-gpu  ## compile all kernels for accelerators that are not there
 
-# In an environment of its own: where libtpu is installed, JAX looks for a TPU unless it is told not to.
-test-aot-tpu:  ## compile the TPU kernels and a decode step for TPUs that are not there
-	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) --no-print-directory aot-tpu VENV=.venv-aot; \
+# In environments of their own: where libtpu or the CUDA plugin is installed, JAX looks for the device unless it is told
+# not to.
+test-aot-tpu:  ## compile the TPU kernels and decode steps for five TPUs that are not there (Linux x86-64)
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) --no-print-directory aot-tpu VENV="$(AOT_TPU)"; \
 	else echo "SKIPPED: test-aot-tpu: libtpu has wheels for Linux x86-64 only, this is $$(uname -sm)." >&2; fi
 
+test-aot-gpu:  ## compile the GPU kernels and decode steps for five GPUs that are not there (Linux)
+	@case "$$(uname -sm)" in \
+	"Linux x86_64"|"Linux aarch64") $(MAKE) --no-print-directory aot-gpu VENV="$(AOT_GPU)";; \
+	*) echo "SKIPPED: test-aot-gpu: jax-cuda13-plugin has wheels for Linux only, this is $$(uname -sm)." >&2;; esac
+
 aot-tpu: $(venv)/.aot-tpu-installed
-	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_tpu.py $(ARGS)
+	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_tpu.py -n 2 --dist worksteal $(ARGS)
 
-# An environment of its own: an installed CUDA plugin looks for its device whenever JAX starts without JAX_PLATFORMS.
-test-aot-gpu:  ## compile the GPU kernels for five architectures, without a GPU (Linux)
-ifeq ($(shell uname -s),Linux)
-	@$(MAKE) --no-print-directory .venv-aot-gpu/.aot-gpu-installed VENV=.venv-aot-gpu
-	JAX_PLATFORMS=cpu .venv-aot-gpu/bin/python -m pytest -m aot tests/aot/test_gpu.py $(ARGS)
-else
-	@echo 'NOT TESTED: the GPU programs were not compiled, jax-cuda13-plugin has no wheel for this platform' >&2
-endif
-
-# The plugin of the JAX that was installed; of the CUDA toolkit only the assembler, not the libraries.
-.venv-aot-gpu/.aot-gpu-installed: .venv-aot-gpu/.dev-installed
-	version=$$(.venv-aot-gpu/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
-	  .venv-aot-gpu/bin/python -m pip install -qq \
-	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
-	@touch "$@"
+aot-gpu: $(venv)/.aot-gpu-installed
+	JAX_PLATFORMS=cpu "$(BIN)/python" -m pytest -rs -m aot tests/aot/test_gpu.py $(ARGS)
 
 lint: $(venv)/.dev-installed  ## check style and formatting
 	"$(BIN)/python" -m ruff check .
@@ -93,6 +89,14 @@ $(venv)/.dev-installed: pyproject.toml | $(venv)/pyvenv.cfg
 
 $(venv)/.aot-tpu-installed: pyproject.toml | $(venv)/pyvenv.cfg
 	$(call install,dev$(comma)tpu)
+	@touch "$@"
+
+# The plugin of the JAX that was installed; of the CUDA toolkit only the assembler, not the libraries.
+$(venv)/.aot-gpu-installed: pyproject.toml | $(venv)/pyvenv.cfg
+	$(call install,dev)
+	version=$$("$(BIN)/python" -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	  "$(BIN)/python" -m pip install -qq \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
 	@touch "$@"
 
 # A candidate must run, not merely be on the path: shims of version managers exist for versions they cannot start.

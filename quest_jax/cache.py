@@ -15,7 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.norms import inverse_norms
 from quest_jax.pallas_kernels.append.reference import min_max
-from quest_jax.pallas_kernels.pages import KV, Layout, gather_pages, physical_pages, pool_shape
+from quest_jax.pallas_kernels.pages import (
+    KV,
+    Layout,
+    gather_pages,
+    physical_pages,
+    pool_shape,
+    stored_head_dim,
+)
 
 
 class Cache(struct.PyTreeNode):
@@ -26,6 +33,7 @@ class Cache(struct.PyTreeNode):
       meta: per layer, float32 ``[B, K, P, 2D]``: ``[min | max]`` of each page's real keys, in logical page order.
       lengths: int32 ``[B]``, tokens in each row.
       page_table: int32 ``[B, P]``, logical to pool page; None when row ``b`` owns pages ``[b * P, (b + 1) * P)``.
+      head_dim: of the model, at most the D that is stored; static.
       norms: per layer, float32 ``[B, K, P * S]``, the inverse norm of each real key by position; None where no policy
         needs them.
     """
@@ -34,6 +42,7 @@ class Cache(struct.PyTreeNode):
     meta: tuple[Float[Array, "B K P D2"], ...]
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
+    head_dim: int = struct.field(pytree_node=False)
     norms: tuple[Float[Array, "B K L"], ...] | None = None
 
     @property
@@ -49,8 +58,7 @@ class Cache(struct.PyTreeNode):
     @property
     def model_shape(self) -> tuple[int, int, int]:
         """Layers, KV heads and head dim of the model it was made for."""
-        shape = pool_shape(self.kv[0])
-        return len(self.kv), shape.kv_heads, shape.head_dim
+        return len(self.kv), pool_shape(self.kv[0]).kv_heads, self.head_dim
 
     @property
     def capacity(self) -> int:
@@ -86,6 +94,8 @@ def init_cache(
       layout: ``auto`` is ``split`` on a CPU and ``fused`` elsewhere; see :mod:`quest_jax.pallas_kernels.pages`.
       norms: keep the inverse norm of every key too, 4 bytes a token and KV head.
 
+    On a TPU or GPU the fused layout stores ``head_dim`` rounded up to a multiple of 64, which is what the kernels read.
+
     Raises:
       ValueError: a size below 1, or an unknown dtype or layout.
     """
@@ -101,34 +111,52 @@ def init_cache(
         )
     if layout not in ("auto", "fused", "split"):
         raise ValueError(f"init_cache: expected layout 'auto', 'fused' or 'split', got {layout!r}.")
-    if layout == "auto":
-        layout = "split" if dispatch.current_target().platform == "cpu" else "fused"
+    layout, stored = _stored(head_dim, layout)
     pages = -(-capacity // page_size)
     pool = (n_kv_heads, batch * pages, page_size)
 
     def one_layer() -> KV:
         if layout == "split":
-            return jnp.zeros((*pool, head_dim), dtype), jnp.zeros((*pool, head_dim), dtype)
-        return jnp.zeros((*pool, 2 * head_dim), dtype)
+            return jnp.zeros((*pool, stored), dtype), jnp.zeros((*pool, stored), dtype)
+        return jnp.zeros((*pool, 2 * stored), dtype)
 
     # Every layer its own buffer: one array shared by all could not be donated.
     return Cache(
         kv=tuple(one_layer() for _ in range(n_layers)),
-        meta=tuple(jnp.zeros((batch, n_kv_heads, pages, 2 * head_dim), jnp.float32) for _ in range(n_layers)),
+        meta=tuple(jnp.zeros((batch, n_kv_heads, pages, 2 * stored), jnp.float32) for _ in range(n_layers)),
         lengths=jnp.zeros(batch, jnp.int32),
         page_table=None,
+        head_dim=head_dim,
         norms=tuple(jnp.zeros((batch, n_kv_heads, pages * page_size), jnp.float32) for _ in range(n_layers))
         if norms
         else None,
     )
 
 
+def _stored(head_dim: int, layout: Layout | Literal["auto"]) -> tuple[Layout, int]:
+    """The layout and the head dim that a pool has on the current target."""
+    platform = dispatch.current_target().platform
+    if layout == "auto":
+        layout = "split" if platform == "cpu" else "fused"
+    return layout, stored_head_dim(head_dim, layout, platform)
+
+
 def cache_nbytes(
-    n_layers, n_kv_heads, head_dim, *, batch, capacity, page_size=16, dtype=jnp.float32, norms=False
+    n_layers: int,
+    n_kv_heads: int,
+    head_dim: int,
+    *,
+    batch: int,
+    capacity: int,
+    page_size: int = 16,
+    dtype=jnp.float32,
+    layout: Layout | Literal["auto"] = "auto",
+    norms: bool = False,
 ) -> int:
-    """Returns the bytes that :func:`init_cache` of these sizes takes, without taking them."""
+    """Returns the bytes that :func:`init_cache` of these sizes takes on the current target, without taking them."""
+    _, stored = _stored(head_dim, layout)
     pages = batch * -(-capacity // page_size)
-    per_page = page_size * (2 * head_dim * jnp.dtype(dtype).itemsize + 4 * norms) + 2 * head_dim * 4
+    per_page = page_size * (2 * stored * jnp.dtype(dtype).itemsize + 4 * norms) + 2 * stored * 4
     return n_layers * n_kv_heads * pages * per_page
 
 

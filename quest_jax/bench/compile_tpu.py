@@ -1,10 +1,9 @@
 """Ahead-of-time compilation for TPUs that are not there: every kernel, and one decode step of a large model.
 
-``python -m quest_jax.bench.compile_tpu`` prints what the compiler says, as a table. It needs libtpu (the version that
-``jax[tpu]`` pins), no TPU. Nothing is run: the times are bytes divided by the memory's nominal bandwidth.
+It needs libtpu (the version that ``jax[tpu]`` pins), no TPU. Nothing is run. ``python -m quest_jax.bench.compile``
+prints what the compiler says as a table.
 """
 
-import argparse
 import dataclasses
 import math
 import os
@@ -15,17 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from rich.console import Console
-from rich.table import Table
 
 from quest_jax.attention import init_attention
 from quest_jax.decode import DecodeState, decode_step, row_keys
 from quest_jax.generate import generate
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.models.llama import abstract_weights
+from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores.op import Reduce, page_scores
+from quest_jax.pallas_kernels.pages import stored_head_dim
 from quest_jax.params import Params
 from quest_jax.policies.quest import Quest
 from quest_jax.sampling import make_sampler
@@ -71,6 +70,11 @@ class Program:
     cache: tuple[Any, ...]
     bytes: int
 
+    @property
+    def scalar_bytes(self) -> int:
+        """Scalar memory that a kernel takes: page table, lists and lengths, which are copied there whole."""
+        return _nbytes([leaf for leaf in jax.tree.leaves(self.arguments) if leaf.dtype == jnp.int32])
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -114,7 +118,8 @@ def compile_for(device: Any, program: Program) -> Compiled:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
         raise RuntimeError(f"{program.name}: this version of JAX says nothing about a program compiled ahead of time.")
-    vmem = [int(size) for size in re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', _kernel_lines(text))]
+    used = r'"used_scoped_memory_configs":\[{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    vmem = [int(size) for size in re.findall(used, _kernel_lines(text))]
     return Compiled(
         text=text,
         kernels=text.count('custom_call_target="tpu_custom_call"'),
@@ -152,11 +157,12 @@ def _nbytes(tree: Any) -> int:
 
 def attention_program(
     *, rows=2, kv_heads=8, group=4, dim=128, page=16, pages=512, tokens=1, listed=0, table=False, layers=0,
-    dtype="bfloat16", implementation: str | None = "mosaic_tpu",
+    dtype="bfloat16", padded=True, implementation: str | None = "mosaic_tpu",
 ) -> Program:  # fmt: skip
     """``page_attention`` over ``listed`` pages of each KV head, or over all (0)."""
     stack = (layers,) if layers else ()
-    kv = _array((*stack, kv_heads, rows * pages, page, 2 * dim), dtype)
+    width = 2 * stored_head_dim(dim, "fused", "tpu") if padded else 2 * dim
+    kv = _array((*stack, kv_heads, rows * pages, page, width), dtype)
 
     def run(q, kv, starts, lengths, table, lists, counts):
         layer = layers - 1 if layers else None
@@ -169,7 +175,7 @@ def attention_program(
         _array((rows, pages)) if table else None,
         _array((rows, kv_heads, listed)) if listed else None, _array((rows, kv_heads)) if listed else None,
     )  # fmt: skip
-    read = rows * kv_heads * (listed or pages) * page * 2 * dim * kv.dtype.itemsize
+    read = rows * kv_heads * (listed or pages) * page * width * kv.dtype.itemsize
     what = f"{listed} of {pages} pages" if listed else f"all {pages} pages"
     name = f"page_attention {what}, T={tokens} G={group} D={dim} S={page} {dtype}"
     return Program(name, run, arguments, (), (kv,), read)
@@ -178,7 +184,7 @@ def attention_program(
 def scores_program(*, rows=2, kv_heads=8, group=4, dim=128, pages=8192, reduce: Reduce = "mean", layers=0) -> Program:
     """``page_scores`` of all pages."""
     stack = (layers,) if layers else ()
-    meta = _array((*stack, rows, kv_heads, pages, 2 * dim), "float32")
+    meta = _array((*stack, rows, kv_heads, pages, 2 * stored_head_dim(dim, "fused", "tpu")), "float32")
 
     def run(q, meta, lengths):
         layer = layers - 1 if layers else None
@@ -194,8 +200,9 @@ def append_program(
 ) -> Program:
     """``append`` of ``tokens`` a row, in place unless ``donate`` is off."""
     stack = (layers,) if layers else ()
-    kv = _array((*stack, kv_heads, rows * pages, page, 2 * dim), dtype)
-    meta = _array((*stack, rows, kv_heads, pages, 2 * dim), "float32")
+    width = 2 * stored_head_dim(dim, "fused", "tpu")
+    kv = _array((*stack, kv_heads, rows * pages, page, width), dtype)
+    meta = _array((*stack, rows, kv_heads, pages, width), "float32")
     new = _array((rows, tokens, kv_heads, dim), dtype)
 
     def run(kv, meta, keys, values, starts, ends, table):
@@ -204,7 +211,7 @@ def append_program(
 
     arguments = (kv, meta, new, new, _array((rows,)), _array((rows,)), _array((rows, pages)) if table else None)
     touched = (tokens + page - 2) // page + 1
-    moved = 2 * rows * kv_heads * 2 * dim * (touched * page * kv.dtype.itemsize + (touched + 14) // 8 * 8 * 4)
+    moved = 2 * rows * kv_heads * width * (touched * page * kv.dtype.itemsize + (touched + 14) // 8 * 8 * 4)
     name = f"append T={tokens} D={dim} S={page} {dtype}"
     return Program(name, run, arguments, (0, 1) if donate else (), (kv, meta), moved)
 
@@ -213,18 +220,18 @@ def _array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16) -> Program:
+def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, dim=128) -> Program:
     """One ``decode_step`` of a model with the widths of Llama 3 8B, of whose 32 layers ``layers`` are there."""
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, n_layers=layers, n_heads=32, n_kv_heads=8,
-        head_dim=128, max_positions=context, rope=RopeConfig(theta=500000.0),
+        head_dim=dim, max_positions=context, rope=RopeConfig(theta=500000.0),
     )  # fmt: skip
 
     def initial() -> DecodeState:
         return DecodeState(
             attention=init_attention(
-                layers, 8, 128, batch=rows, capacity=context, page_size=page, policy=Quest(budget=budget),
-                dtype=jnp.bfloat16, layout="fused",
+                layers, 8, dim, batch=rows, capacity=context, page_size=page, policy=Quest(budget=budget),
+                dtype=jnp.bfloat16,
             ),
             logits=jnp.zeros((rows, config.vocab_size), jnp.float32),
             done=jnp.zeros(rows, bool),
@@ -233,15 +240,18 @@ def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16) ->
             sampler=make_sampler(0.0, None, None),
         )  # fmt: skip
 
-    state = jax.eval_shape(initial)
+    with dispatch.target("tpu", "any"):  # a cache as it is made there
+        state = jax.eval_shape(initial)
     params = Params(abstract_weights(config, jnp.bfloat16), config)
     cache = tuple(jax.tree.leaves((state.attention.cache.kv, state.attention.cache.meta)))
     # All weights but the embedding's table, pages by budget in the sparse layers, all of them in the two dense ones.
     weights = _nbytes(params.weights) - 2 * config.vocab_size * config.hidden_size
-    per_token = rows * 8 * 2 * 128 * 2
+    width = cache[0].shape[-1]
+    per_token = rows * 8 * width * 2
     read = weights + min(layers, 2) * context * per_token
-    read += max(0, layers - 2) * (budget * per_token + rows * 8 * context // page * 2 * 128 * 4)
-    name = f"decode step, Llama 3 8B with {layers} layers, {context} tokens, budget {budget}"
+    read += max(0, layers - 2) * (budget * per_token + rows * 8 * context // page * width * 4)
+    head_dim = "" if dim == 128 else f" of head dim {dim}"
+    name = f"decode step, Llama 3 8B with {layers} layers{head_dim}, {context} tokens, budget {budget}"
     return Program(name, decode_step, (params, state), (1,), cache, read)
 
 
@@ -271,35 +281,15 @@ def kernel_programs() -> list[Program]:
         attention_program(pages=8192, rows=1),
         attention_program(tokens=256, dim=256, group=3, page=32, pages=128),
         attention_program(tokens=256, dim=64, group=3, kv_heads=3, dtype="float32", table=True),
+        attention_program(listed=128, dim=80, table=True),
+        attention_program(tokens=256, dim=96, group=3, dtype="float32"),
         scores_program(),
         scores_program(reduce="max", group=3, dim=64, layers=2),
         scores_program(reduce="none", group=16, dim=256, pages=1000),
+        scores_program(dim=96),
         append_program(),
         append_program(dtype="float32", dim=64, kv_heads=3, table=True, layers=2),
         append_program(tokens=256, table=True),
         append_program(tokens=19, page=8, dim=256, dtype="float32"),
+        append_program(tokens=19, dim=80),
     ]
-
-
-def main() -> None:
-    """Prints the table of one or all chips."""
-    parser = argparse.ArgumentParser(prog="python -m quest_jax.bench.compile_tpu", description=__doc__)
-    parser.add_argument("--chips", nargs="+", choices=list(CHIPS), default=list(CHIPS))
-    parser.add_argument("--layers", type=int, default=3, help="layers of the decode step's model")
-    args = parser.parse_args()
-    table = Table("chip", "program", "kernels", "VMEM", "HBM peak", "least bytes", "at nominal bandwidth")
-    for chip in args.chips:
-        device = device_of(chip)
-        for program in [*kernel_programs(), decode_program(layers=args.layers)]:
-            found = compile_for(device, program)
-            table.add_row(
-                chip, program.name, str(found.kernels), f"{found.vmem / 1e6:.2f} MB", f"{found.peak / 1e9:.2f} GB",
-                f"{program.bytes / 1e6:.1f} MB", f"{program.bytes / CHIPS[chip][1] / 1e3:.1f} us",
-            )  # fmt: skip
-    console = Console(width=200)
-    console.print("Compiled, not run. Times are bytes over nominal bandwidth, not measurements.")
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()

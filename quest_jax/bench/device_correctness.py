@@ -12,7 +12,7 @@ from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention import op as attention_op
 from quest_jax.pallas_kernels.page_scores import op as scores_op
-from quest_jax.pallas_kernels.pages import pool_shape
+from quest_jax.pallas_kernels.pages import pool_shape, stored_head_dim
 from quest_jax.policies.quest import Quest
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 5e-3, "float16": 2e-3}
@@ -40,7 +40,7 @@ SHAPES = (
     Shape(2, 8, 128, 64, (4000,), table=True),
     Shape(2, 2, 256, 16, (333,)),
     Shape(2, 2, 128, 128, (8000,)),
-    Shape(2, 5, 96, 16, (700,)),  # a head dim that the GPU kernels leave to XLA
+    Shape(2, 5, 96, 16, (700,)),  # stored as 128 on an accelerator
     Shape(2, 4, 128, 8, (500, 3)),
 )
 DRY_RUN = SHAPES[:2]
@@ -71,20 +71,14 @@ def check(shape: Shape, rng: np.random.Generator) -> list[dict[str, Any]]:
     if shape.table:
         table = jnp.asarray(rng.permutation(rows * PAGES).reshape(rows, PAGES), jnp.int32)
     # Memory past the tokens holds NaN, which must not leak.
-    kv = jnp.full((shape.kv_heads, rows * PAGES, shape.page_size, 2 * shape.head_dim), jnp.nan, shape.dtype)
-    meta = jnp.full((rows, shape.kv_heads, PAGES, 2 * shape.head_dim), jnp.nan, jnp.float32)
-    kv, meta = jax.jit(append)(kv, meta, keys, values, jnp.zeros(rows, jnp.int32), lengths, table)
+    kv, meta = (jnp.full(one.shape, jnp.nan, one.dtype) for one in _pool(shape))
+    append, score, select, dense, sparse = (jax.jit(one) for one in programs(shape))
+    kv, meta = append(kv, meta, keys, values, jnp.zeros(rows, jnp.int32), lengths, table)
     starts = jnp.maximum(lengths - 1, 0)
-
-    policy = Quest(budget=16 * shape.page_size, dense_layers=0)
-    scores = jax.jit(lambda q, meta: policy.score(q[:, 0], meta, lengths, shape.page_size, None))(q, meta)
-    selection = jax.jit(lambda scores: policy.select(scores, lengths, shape.page_size))(scores)
-    dense = jax.jit(attention_op.page_attention)(q, kv, starts, lengths, table)
-    sparse = jax.jit(
-        lambda q, kv, pages, counts: attention_op.page_attention(
-            q, kv, starts, lengths, table, pages=pages, counts=counts
-        )
-    )(q, kv, *selection)
+    scores = score(q, meta, lengths)
+    selection = select(scores, lengths)
+    whole = dense(q, kv, starts, lengths, table)
+    read_by_list = sparse(q, kv, starts, lengths, table, *selection)
 
     attention_name = _name(attention_op.IMPLEMENTATIONS, kv, shape, None)
     scores_name = _name(scores_op.IMPLEMENTATIONS, kv, shape, PAGES)
@@ -99,10 +93,55 @@ def check(shape: Shape, rng: np.random.Generator) -> list[dict[str, Any]]:
     ranked = bounds(q64, exact[0], seen, shape)
     tolerance = TOLERANCE[shape.dtype]
     return [
-        _result("dense", attention_name, dense[0][:, 0], attend(q64, exact[0], exact[1], everything), tolerance),
+        _result("dense", attention_name, whole[0][:, 0], attend(q64, exact[0], exact[1], everything), tolerance),
         _result("scores", scores_name, scores, ranked, TOLERANCE["float32"]),
         _result("selected scores", scores_name, *_selected(ranked, selection), 1e-5),
-        _result("sparse", attention_name, sparse[0][:, 0], attend(q64, exact[0], exact[1], read), tolerance),
+        _result("sparse", attention_name, read_by_list[0][:, 0], attend(q64, exact[0], exact[1], read), tolerance),
+    ]
+
+
+def programs(shape: Shape) -> tuple[Callable, ...]:
+    """The functions that are compiled: append, score, select, dense attention, attention over lists."""
+    policy = Quest(budget=16 * shape.page_size, dense_layers=0)
+
+    def score(q, meta, lengths):
+        return policy.score(q[:, 0], meta, lengths, shape.page_size, None)
+
+    def select(scores, lengths):
+        return policy.select(scores, lengths, shape.page_size)
+
+    def dense(q, kv, starts, lengths, table):
+        return attention_op.page_attention(q, kv, starts, lengths, table)
+
+    def sparse(q, kv, starts, lengths, table, pages, counts):
+        return attention_op.page_attention(q, kv, starts, lengths, table, pages=pages, counts=counts)
+
+    return append, score, select, dense, sparse
+
+
+def _pool(shape: Shape) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Pool and metadata with the rows that ``init_cache`` makes on the current target."""
+    rows = len(shape.lengths)
+    width = 2 * stored_head_dim(shape.head_dim, "fused", dispatch.current_target().platform)
+    kv = jax.ShapeDtypeStruct((shape.kv_heads, rows * PAGES, shape.page_size, width), shape.dtype)
+    return kv, jax.ShapeDtypeStruct((rows, shape.kv_heads, PAGES, width), jnp.float32)
+
+
+def abstract_programs(shape: Shape) -> list[tuple[str, Callable, tuple[Any, ...]]]:
+    """Name, function and abstract arguments of :func:`programs`, to compile them for a device that is not here."""
+    rows, (kv, meta) = len(shape.lengths), _pool(shape)
+    ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    table = jax.ShapeDtypeStruct((rows, PAGES), jnp.int32) if shape.table else None
+    new = jax.ShapeDtypeStruct((rows, PAGES * shape.page_size, shape.kv_heads, shape.head_dim), shape.dtype)
+    q = jax.ShapeDtypeStruct((rows, 1, shape.kv_heads * shape.group, shape.head_dim), shape.dtype)
+    append, score, select, dense, sparse = programs(shape)
+    scores = jax.eval_shape(score, q, meta, ints)
+    return [
+        ("append", append, (kv, meta, new, new, ints, ints, table)),
+        ("score", score, (q, meta, ints)),
+        ("select", select, (scores, ints)),
+        ("dense", dense, (q, kv, ints, ints, table)),
+        ("sparse", sparse, (q, kv, ints, ints, table, *jax.eval_shape(select, scores, ints))),
     ]
 
 

@@ -179,8 +179,18 @@ def _each(op: Callable) -> Callable:
 
 def _steps(q: list, states: list[AttentionState], policy: Policy, context: int) -> Callable[[], object]:
     """Whole decode attention of one layer: append, and by ``policy`` score, select, attend; ``states`` are used up."""
+    run = jax.jit(_step_of_each(policy, context), donate_argnums=1)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    def call():
+        outs, states[:] = run(q, list(states))
+        return outs
+
+    return call
+
+
+def _step_of_each(policy: Policy, context: int) -> Callable:
+    """A function that runs the decode attention of every set of inputs, on states that hold ``context`` tokens."""
+
     def run(q, states):
         outs, after = [], []
         for one, state in zip(q, states, strict=True):
@@ -193,11 +203,18 @@ def _steps(q: list, states: list[AttentionState], policy: Policy, context: int) 
             after.append(state)
         return outs, after
 
-    def call():
-        outs, states[:] = run(q, list(states))
-        return outs
+    return run
 
-    return call
+
+def abstract_programs(sizes: Sizes, context: int, batch: int) -> list[tuple[str, Callable, tuple[Any, ...], tuple]]:
+    """Name, function, abstract arguments and donated ones of the whole decode attention, for one set of inputs."""
+    state = jax.eval_shape(functools.partial(_state, sizes, context, batch), jax.random.key(0))
+    q = jax.ShapeDtypeStruct((batch, 1, sizes.heads, sizes.head_dim), sizes.dtype)
+    policies = {"Quest": Quest(sizes.budget, dense_layers=0), "dense": Dense()}
+    return [
+        (f"decode attention {name}", _step_of_each(policy, context), ([q], [state]), (1,))
+        for name, policy in policies.items()
+    ]
 
 
 def _others(sizes: Sizes, context: int, q: list, keys) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -67,9 +67,10 @@ def probabilities(q: Float[Array, "1 T H D"], view: LayerView) -> Float[Array, "
     shape = pool_shape(view.kv)
     heads = jnp.arange(shape.kv_heads)[:, None]
     keys, _ = gather_pages(view.kv, *jnp.broadcast_arrays(heads, jnp.arange(shape.pages)))
-    keys = keys.reshape(shape.kv_heads, -1, shape.head_dim).astype(jnp.float32)
-    grouped = q[0].astype(jnp.float32).swapaxes(0, 1).reshape(shape.kv_heads, -1, q.shape[1], shape.head_dim)
-    scores = jnp.einsum("kgtd,kld->kgtl", grouped, keys) * shape.head_dim**-0.5
+    _, tokens, _, width = q.shape
+    keys = keys.reshape(shape.kv_heads, -1, shape.head_dim)[..., :width].astype(jnp.float32)
+    grouped = q[0].astype(jnp.float32).swapaxes(0, 1).reshape(shape.kv_heads, -1, tokens, width)
+    scores = jnp.einsum("kgtd,kld->kgtl", grouped, keys) * width**-0.5
     seen = jnp.arange(keys.shape[1]) <= view.starts[0] + jnp.arange(q.shape[1])[:, None]
     return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).reshape(q.shape[2], q.shape[1], -1)
 

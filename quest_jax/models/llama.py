@@ -205,8 +205,15 @@ def _matmul(x: Array, weight: Array, dtype: Any = None, *, contract: int = 0) ->
         rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
         return product(rows, weight)[:1].reshape(*x.shape[:-1], -1)
 
-    # XLA's CPU backend has a bfloat16 kernel for matrices only: a product with a single row first writes a float32
-    # copy of the whole weight, at every decode step. A second row of zeros avoids it; other backends need no help.
-    if weight.dtype == jnp.bfloat16 and x.size == x.shape[-1]:
-        return jax.lax.platform_dependent(x, weight, cpu=two_rows, default=product)
+    def same_row_twice(x: Array, weight: Array) -> Array:
+        rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1]))
+        return product(rows, weight)[:1].reshape(*x.shape[:-1], -1)
+
+    # A single row is no matrix to XLA. Its CPU backend then writes a float32 copy of a bfloat16 weight at every decode
+    # step; its CUDA backend, for some sizes, writes the elementwise product of row and weight before it sums it (in
+    # bfloat16 rounded, too). A second row avoids both: of zeros on a CPU, the same one on a GPU, where the product then
+    # reads it without a launch to make it. TPUs need no help.
+    if x.size == x.shape[-1]:
+        on_cpu = two_rows if weight.dtype == jnp.bfloat16 else product
+        return jax.lax.platform_dependent(x, weight, cpu=on_cpu, cuda=same_row_twice, default=product)
     return product(x, weight)

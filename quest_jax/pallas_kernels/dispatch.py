@@ -83,7 +83,7 @@ class Call:
       device_kind: the device's own name, e.g. ``TPU v5 lite`` or ``NVIDIA H200``.
       dtype: of the keys and values.
       layout: of the pool.
-      kv_heads, group, head_dim, page_size: K, G, D, S.
+      kv_heads, group, head_dim, page_size: K, G, D as it is stored, S.
       query_tokens: T, 1 while decoding.
       pages: P, of a row, where the op reads or writes one value for each.
       scalars: int32 numbers of page table and page lists, which a kernel may need in scalar memory.

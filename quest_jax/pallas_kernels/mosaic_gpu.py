@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from quest_jax.pallas_kernels.dispatch import Call
+from quest_jax.pallas_kernels.pages import TILE
 
 GROUP = 8
 """Columns of a tensor-core product: query heads that one list of pages can serve."""
@@ -45,8 +46,11 @@ def why_not_device(call: Call) -> str | None:
         return f"it serves one query token a row (decoding), got {call.query_tokens}."
     if call.group > GROUP:
         return f"it serves up to {GROUP} query heads per KV head, got {call.group}."
-    if call.head_dim % 64:
-        return f"it needs a head dim that is a multiple of 64, got {call.head_dim}."
+    if call.head_dim % TILE:
+        return (
+            f"it needs rows whose head dim is a multiple of {TILE}, got {call.head_dim}; a cache that init_cache makes "
+            "for a GPU has them."
+        )
     return None
 
 

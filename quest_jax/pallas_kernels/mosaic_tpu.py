@@ -35,7 +35,7 @@ def why_not(call: dispatch.Call) -> str | None:
     if 2 * call.head_dim % LANES:
         return (
             f"a row of keys and values has 2D = {2 * call.head_dim} numbers, no multiple of the {LANES} lanes of a "
-            "TPU tile."
+            "TPU tile; a cache that init_cache makes for a TPU has padded rows."
         )
     if call.page_size % SUBLANES:
         return f"a page has {call.page_size} tokens, no multiple of the {SUBLANES} rows of a TPU tile."

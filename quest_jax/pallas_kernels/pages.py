@@ -10,6 +10,10 @@ A pool holds the pages of all sequences of one layer, KV-head-major:
 Either may be stacked, ``[layers, K, N, S, ...]``; then every op takes ``layer``, and no layer is ever sliced out (a
 slice of the cache is a copy of it).
 
+A kernel copies whole pages, so their rows must be whole tiles. A fused pool for a TPU or GPU therefore has its head dim
+rounded up to :data:`TILE`: ``D`` is then what is *stored*, and channels past the model's head dim are zeros, in the
+metadata too. The ops take queries, keys and values of the model's head dim.
+
 Pages are addressed logically: page ``p`` of row ``b`` holds its tokens ``[p * S, (p + 1) * S)``. ``page_table``
 ``[B, P]`` maps to the pool; ``None`` is the identity, row ``b`` owning pages ``[b * P, (b + 1) * P)``.
 """
@@ -17,15 +21,17 @@ Pages are addressed logically: page ``p`` of row ``b`` holds its tokens ``[p * S
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 KV = Array | tuple[Array, Array]
 Layout = Literal["fused", "split"]
 Layer = int | Int[Array, ""] | None
+TILE = 64
+"""Of a stored head dim: ``[key | value]`` rows fill the 128 lanes of a TPU, keys the 64 rows of a GPU's products."""
 
 
 class PoolShape(NamedTuple):
-    """Sizes of a pool: KV heads [K], pages [N], page size in tokens [S], head dim [D]."""
+    """Sizes of a pool: KV heads [K], pages [N], page size in tokens [S], stored head dim [D]."""
 
     kv_heads: int
     pages: int
@@ -38,6 +44,23 @@ def pool_shape(kv: KV) -> PoolShape:
     leaf = kv[0] if isinstance(kv, tuple) else kv
     kv_heads, pages, page_size, width = leaf.shape[-4:]
     return PoolShape(kv_heads, pages, page_size, width if isinstance(kv, tuple) else width // 2)
+
+
+def stored_head_dim(head_dim: int, layout: Layout, platform: str) -> int:
+    """Returns the head dim of the pool that a model's cache has on ``platform``: whole tiles where kernels read it."""
+    padded = layout == "fused" and platform in ("tpu", "gpu")
+    return -(-head_dim // TILE) * TILE if padded else head_dim
+
+
+def holds(stored: int, head_dim: int, layout: Layout = "fused") -> bool:
+    """Says whether a pool or metadata of head dim ``stored`` is one for ``head_dim``, as it is or padded."""
+    return stored in (head_dim, stored_head_dim(head_dim, layout, "tpu"))
+
+
+def pad_head_dim(array: Float[Array, "*shape D"], stored: int) -> Float[Array, "*shape D2"]:
+    """Appends zeros to the last axis up to ``stored``; what has that width is returned as it is."""
+    missing = stored - array.shape[-1]
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
 
 
 def pool_dtype(kv: KV):

@@ -34,7 +34,7 @@ def check(found, program, kernels):
     assert found.copies == []
     if program.donated:
         assert found.cache <= found.aliased <= found.cache + 10 * 2**20  # the state is more than the cache
-    assert 0 < found.vmem <= 32 * 2**20  # on tpu7x the compiler says what it set aside, all of 32 MiB
+    assert 0 < found.vmem <= 16 * 2**20
 
 
 @pytest.mark.parametrize("program", compile_tpu.kernel_programs(), ids=lambda program: program.name)
@@ -42,17 +42,20 @@ def test_every_kernel_compiles_for_every_chip(device, program):
     check(compile_tpu.compile_for(device, program), program, kernels=1)
 
 
-def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(
-    device, capsys, as_a_user
-):
+def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_cache_in_place(device, as_a_user):
     program = compile_tpu.decode_program()
     found = compile_tpu.compile_for(device, program)
     check(found, program, kernels=3 + 1 + 3)  # append, the one sparse layer's scores, attention
     assert "sort" in found.text  # the selection is XLA's
-    with capsys.disabled():
-        print(
-            f"\n{device.device_kind}: {program.name}: {found.peak / 1e9:.2f} GB of HBM, {found.vmem / 1e6:.1f} MB VMEM"
-        )
+    # Nothing but arguments and results in HBM, of which the cache is one: the peak that `bench.compile` reports.
+    assert found.peak < 1.1 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.arguments))
+
+
+@pytest.mark.parametrize("dim", [80, 96])
+def test_a_decode_step_with_rows_that_are_padded_copies_no_cache_either(v5e, dim, as_a_user):
+    program = compile_tpu.decode_program(dim=dim, context=8192, budget=1024)
+    assert {leaf.shape[-1] for leaf in program.cache} == {256}
+    check(compile_tpu.compile_for(v5e, program), program, kernels=3 + 1 + 3)
 
 
 def test_generate_is_made_of_the_kernels_and_its_loops_copy_no_cache(v5e, as_a_user):
@@ -78,12 +81,15 @@ def test_without_donation_nothing_is_aliased(v5e):
 
 
 def test_a_row_that_is_no_whole_tile_makes_xla_copy_the_cache(v5e):
-    """What ``why_not`` is for: head dim 80 compiles, and would copy the pool at every step."""
+    """What padding is for: head dim 80 as it is compiles, and would copy the pool at every step."""
 
     def direct(q, kv, starts, lengths, table, pages, counts):
-        return page_attention.page_attention(q, kv, starts, lengths, table, pages=pages, counts=counts, layer=None)
+        return page_attention.page_attention(
+            q, kv, starts, lengths, table, pages=pages, counts=counts, layer=None, scale=80**-0.5
+        )
 
-    program = dataclasses.replace(compile_tpu.attention_program(dim=80, listed=16), function=direct)
+    program = compile_tpu.attention_program(dim=80, listed=16, padded=False)
+    program = dataclasses.replace(program, function=direct)
     assert compile_tpu.compile_for(v5e, program).copies
 
 
@@ -97,7 +103,7 @@ def test_a_block_that_does_not_fit_vector_memory_does_not_compile(v5e):
 
     def too_large(q, kv, starts, lengths, *_):
         return page_attention.page_attention(
-            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, block_tokens=16384
+            q, kv, starts, lengths, None, pages=None, counts=None, layer=None, scale=1.0, block_tokens=16384
         )
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)memory space vmem"):
@@ -107,7 +113,7 @@ def test_a_block_that_does_not_fit_vector_memory_does_not_compile(v5e):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dim": 80}, "2D = 160 numbers"),
+        ({"dim": 80, "padded": False}, "2D = 160 numbers"),
         ({"page": 4}, "a page has 4 tokens"),
         ({"dtype": "float16"}, "float32 and bfloat16"),
         ({"rows": 32, "pages": 8192, "table": True}, "bytes of scalar memory"),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quest_jax.pallas_kernels.append.op import append
+from quest_jax.pallas_kernels.pages import stored_head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +23,17 @@ class Case:
     layout: str = "split"
     table: bool = False
     layers: int = 0
+    padded: bool = False
 
     def __str__(self):
         default = Case()
         names = [field.name for field in dataclasses.fields(self)]
         return "-".join(f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(default, n)) or "plain"
+
+    @property
+    def stored(self) -> int:
+        """Head dim of the pool."""
+        return stored_head_dim(self.head_dim, "fused", "tpu") if self.padded else self.head_dim
 
     @property
     def heads(self) -> int:
@@ -48,6 +55,9 @@ CASES = [
     Case(layout="fused", table=True, lengths=(40, 3)),
     *[Case(group=group) for group in (1, 3, 4, 7, 8)],
     *[Case(head_dim=head_dim, layout="fused") for head_dim in (80, 96, 128)],
+    *[Case(head_dim=head_dim, layout="fused", padded=True) for head_dim in (80, 96)],
+    Case(head_dim=80, layout="fused", padded=True, dtype="bfloat16", group=3, table=True, lengths=(40, 17)),
+    Case(head_dim=40, layout="fused", padded=True, layers=2, lengths=(15, 16, 17, 0, 1, 128)),
     *[Case(page_size=size) for size in (8, 32, 64, 128)],
     Case(page_size=5, capacity=65),
     Case(lengths=(15, 16, 17, 0, 1, 128)),
@@ -88,9 +98,9 @@ def empty_pool(case: Case, fill: float = 0.0):
     stack = (case.layers,) if case.layers else ()
     rows = len(case.lengths)
     pool = (*stack, case.kv_heads, rows * case.pages, case.page_size)
-    meta = jnp.full((*stack, rows, case.kv_heads, case.pages, 2 * case.head_dim), fill, jnp.float32)
+    meta = jnp.full((*stack, rows, case.kv_heads, case.pages, 2 * case.stored), fill, jnp.float32)
     if case.layout == "fused":
-        return jnp.full((*pool, 2 * case.head_dim), fill, case.dtype), meta
+        return jnp.full((*pool, 2 * case.stored), fill, case.dtype), meta
     return tuple(jnp.full((*pool, case.head_dim), fill, case.dtype) for _ in range(2)), meta
 
 
@@ -111,6 +121,24 @@ def queries(case: Case, tokens: int, seed: int = 1):
     """Random queries ``[B, T, H, D]`` in the case's dtype."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=(len(case.lengths), tokens, case.heads, case.head_dim)), case.dtype)
+
+
+def with_nan_key(filled: Filled):
+    """The fused pool with NaN in one channel of the key at position 5 of row 0, KV head 0 (without a page table)."""
+    return filled.kv.at[0, 0, 5, 3].set(jnp.nan)
+
+
+def sees_nan_key(case: Case, starts, tokens: int, pages=None, counts=None) -> np.ndarray:
+    """bool ``[B, T, H]``: which queries see the key of :func:`with_nan_key`."""
+    sees = np.zeros((len(case.lengths), tokens, case.heads), bool)
+    for t in range(tokens):
+        for head in range(case.group):  # those of KV head 0
+            listed = True
+            if pages is not None:
+                own = head * pages.shape[1] // case.heads
+                listed = 0 in np.asarray(pages)[0, own, : int(counts[0, own])]
+            sees[0, t, head] = listed and 5 <= starts[0] + t < case.lengths[0]
+    return sees
 
 
 def attention_float64(q, keys, values, seen):

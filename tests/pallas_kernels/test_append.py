@@ -11,11 +11,16 @@ from tests.pallas_kernels.cases import CASES, Case, empty_pool, fill, table_of
 
 
 def read_back(case, kv, table):
-    """Logical pages of a pool as ``[B, K, P, S, D]`` keys and values."""
+    """Logical pages of a pool as ``[B, K, P, S, D]`` keys and values, D as it is stored."""
     rows = jnp.arange(len(case.lengths))[:, None, None]
     physical = physical_pages(table, rows, jnp.arange(case.pages), case.pages)
     heads = jnp.arange(case.kv_heads)[:, None]
     return [np.asarray(x, np.float64) for x in gather_pages(kv, *jnp.broadcast_arrays(heads, physical), case.layer)]
+
+
+def padded(case, array):
+    """``array [.., D]`` with zeros up to the head dim of the pool."""
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, case.stored - case.head_dim)])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -24,14 +29,16 @@ def test_tokens_and_bounds_are_where_they_belong(case):
     keys, values = read_back(case, filled.kv, filled.table)
     meta = np.asarray(filled.meta if case.layer is None else filled.meta[case.layer], np.float64)
     for row, length in enumerate(case.lengths):
-        flat = (case.kv_heads, case.capacity, case.head_dim)
-        np.testing.assert_array_equal(keys[row].reshape(flat)[:, :length].swapaxes(0, 1), filled.keys[row, :length])
-        np.testing.assert_array_equal(values[row].reshape(flat)[:, :length].swapaxes(0, 1), filled.values[row, :length])
+        flat = (case.kv_heads, case.capacity, case.stored)
+        for stored, given in ((keys, filled.keys), (values, filled.values)):
+            written = stored[row].reshape(flat)[:, :length].swapaxes(0, 1)
+            np.testing.assert_array_equal(written, padded(case, given[row, :length]))
         assert np.isnan(keys[row].reshape(flat)[:, length:]).all(), "a token past the length was written"
         for page in range(case.pages):
             real = filled.keys[row, page * case.page_size : min(length, (page + 1) * case.page_size)]
             if len(real):
-                expected = np.concatenate([real.min(axis=0), real.max(axis=0)], axis=-1)
+                expected = [padded(case, bound) for bound in (real.min(axis=0), real.max(axis=0))]
+                expected = np.concatenate(expected, axis=-1)
                 np.testing.assert_array_equal(meta[row, :, page], expected)
             else:
                 assert np.isnan(meta[row, :, page]).all(), "the metadata of an unused page was written"
@@ -106,6 +113,7 @@ def test_rows_of_a_shared_pool_do_not_touch_each_other():
     [
         (jnp.ones((1, 4, 3, 64)), jnp.ones((1, 4, 3, 64)), r"expected keys and values \[1, T, 2, 64\]"),
         (jnp.ones((1, 4, 2, 64)), jnp.ones((1, 3, 2, 64)), "got"),
+        (jnp.ones((1, 4, 2, 48)), jnp.ones((1, 4, 2, 48)), r"\[1, T, 2, 64\]"),  # a split pool is never padded
         (jnp.ones((1, 4, 2, 64), jnp.bfloat16), jnp.ones((1, 4, 2, 64)), "dtype float32"),
     ],
 )

@@ -18,8 +18,9 @@ from quest_jax.pallas_kernels.page_attention.op import IMPLEMENTATIONS as ATTENT
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores import gpu as scores_gpu
 from quest_jax.pallas_kernels.page_scores.op import page_scores
+from quest_jax.pallas_kernels.pages import pad_head_dim
 from tests.pallas_kernels import test_page_attention, test_page_scores
-from tests.pallas_kernels.cases import CASES, Case, fill, queries
+from tests.pallas_kernels.cases import CASES, Case, fill, queries, sees_nan_key, with_nan_key
 
 # Minutes of interpretation: on the newest JAX only, in .ci/run.
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def call_of(case: Case, dtype: str | None = None, **changes) -> dispatch.Call:
     """What the ops tell the dispatch on an H200."""
     call = dispatch.Call(
         platform="gpu", device_kind="NVIDIA H200", compute_capability=(9, 0), dtype=dtype or case.dtype,
-        layout=case.layout, kv_heads=case.kv_heads, group=case.group, head_dim=case.head_dim, page_size=case.page_size,
+        layout=case.layout, kv_heads=case.kv_heads, group=case.group, head_dim=case.stored, page_size=case.page_size,
     )  # fmt: skip
     return dataclasses.replace(call, **changes)
 
@@ -71,11 +72,11 @@ def lists_of(case: Case, per_head: bool):
 def attend(case, filled, q, pages=None, counts=None, *, starts=None, splits=None, interpret=INTERPRET):
     starts = jnp.maximum(filled.lengths - 1, 0) if starts is None else starts
     pages, counts = (None if x is None else jnp.asarray(x) for x in (pages, counts))
-    got = attention_gpu.page_attention(
-        q, filled.kv, starts, filled.lengths, filled.table,
-        pages=pages, counts=counts, layer=case.layer, splits=splits, interpret=interpret,
+    out, lse = attention_gpu.page_attention(
+        pad_head_dim(q, case.stored), filled.kv, starts, filled.lengths, filled.table, pages=pages, counts=counts,
+        layer=case.layer, scale=case.head_dim**-0.5, splits=splits, interpret=interpret,
     )  # fmt: skip
-    return jax.block_until_ready(got)
+    return jax.block_until_ready((out[..., : case.head_dim], lse))
 
 
 def test_the_shared_table_is_served():
@@ -143,6 +144,26 @@ def test_unused_memory_does_not_leak(poison):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(("splits", "listed"), [(1, False), (2, False), (2, True)])
+def test_nan_in_a_real_key_shows_exactly_where_it_is_seen(splits, listed):
+    case = Case(dtype="bfloat16", layout="fused", lengths=(100, 100, 3), capacity=128)
+    filled, q = fill(case), queries(case, 1)
+    starts = jnp.array([99, 99, 2])
+    pages = counts = None
+    if listed:  # a list per query head: of those that share the key, the first reads its page, the second does not
+        pages = np.broadcast_to(
+            np.array([[4, 1, 2, 5, 0], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]), (3, 4, 5)
+        )
+        counts = np.where(np.arange(3)[:, None] < 2, 5, np.array([[1, 0, 1, 1]]))
+        pages = np.where(np.arange(3)[:, None, None] < 2, pages, 0)
+    attended = dataclasses.replace(filled, kv=with_nan_key(filled))
+    out, lse = (np.isnan(x) for x in attend(case, attended, q, pages, counts, starts=starts, splits=splits))
+    expected = sees_nan_key(case, starts, 1, pages, counts)
+    assert expected.any() and not expected[0].all()
+    np.testing.assert_array_equal(lse, expected)
+    np.testing.assert_array_equal(out, np.broadcast_to(expected[..., None], out.shape))
+
+
 @pytest.mark.parametrize(
     ("case", "splits", "listed"),
     [
@@ -192,8 +213,8 @@ def test_scores_equal_the_equation(case, reduce):
     filled, q = fill(case), queries(case, 1)[:, 0]
     beta = 1.0 if case.group % 2 else 0.5
     got = scores_gpu.page_scores(
-        q, filled.meta, filled.lengths, page_size=case.page_size, reduce=reduce, beta=beta, layer=case.layer,
-        interpret=INTERPRET,
+        pad_head_dim(q, case.stored), filled.meta, filled.lengths, page_size=case.page_size, reduce=reduce, beta=beta,
+        layer=case.layer, interpret=INTERPRET,
     )  # fmt: skip
     expected = test_page_scores.reference(case, q, filled, reduce, beta)
     live = np.isfinite(expected)

@@ -157,6 +157,16 @@ def test_logits_of_thousands_do_not_overflow():
     assert np.isfinite(np.asarray(out)).all() and np.isfinite(np.asarray(lse)).all()
 
 
+def test_a_padded_pool_is_one_for_the_next_lower_head_dims_only(as_a_user):
+    case = Case(layout="fused", head_dim=128)
+    kv = fill(case).kv
+    one = jnp.ones(1, jnp.int32)
+    assert page_attention(jnp.ones((1, 1, 4, 65)), kv, 0 * one, one)[0].shape == (1, 1, 4, 65)
+    for head_dim in (64, 129):
+        with pytest.raises(ValueError, match=r"expected q \[B, T, H, 128\]"):
+            page_attention(jnp.ones((1, 1, 4, head_dim)), kv, 0 * one, one)
+
+
 @pytest.mark.parametrize(
     ("q", "options", "message"),
     [

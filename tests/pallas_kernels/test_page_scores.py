@@ -105,10 +105,16 @@ def test_float16_outliers_stay_finite():
     assert np.isfinite(np.asarray(scores)[0, 0, :3]).all() and float(scores[0, 0, 0]) > 65504
 
 
+def test_metadata_padded_by_a_tile_or_more_is_none_for_this_query(as_a_user):
+    with pytest.raises(ValueError, match="page_scores: expected q"):
+        page_scores(jnp.ones((1, 4, 64)), jnp.zeros((1, 2, 8, 256)), jnp.ones(1, jnp.int32), page_size=16)
+
+
 @pytest.mark.parametrize(
     ("q", "options", "message"),
     [
-        (jnp.ones((1, 4, 32)), {}, "page_scores: expected q"),
+        (jnp.ones((1, 4, 65)), {}, "page_scores: expected q"),
+        (jnp.ones((1, 4, 128)), {}, "page_scores: expected q"),
         (jnp.ones((1, 3, 64)), {}, "H a multiple of K"),
         (jnp.ones((2, 4, 64)), {}, "page_scores: expected q"),
         (jnp.ones((1, 4, 64)), {"reduce": "median"}, "'mean', 'max' or 'none'"),

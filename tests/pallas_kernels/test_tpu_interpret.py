@@ -16,8 +16,18 @@ from jax.experimental.pallas import tpu as pltpu
 from quest_jax.pallas_kernels.append import tpu as append
 from quest_jax.pallas_kernels.page_attention import tpu as page_attention
 from quest_jax.pallas_kernels.page_scores import tpu as page_scores
+from quest_jax.pallas_kernels.pages import pad_head_dim
 from tests.pallas_kernels import test_page_attention, test_page_scores
-from tests.pallas_kernels.cases import CASES, TOLERANCE, Case, empty_pool, fill, queries
+from tests.pallas_kernels.cases import (
+    CASES,
+    TOLERANCE,
+    Case,
+    empty_pool,
+    fill,
+    queries,
+    sees_nan_key,
+    with_nan_key,
+)
 
 # Minutes of interpretation: on the newest JAX only, in .ci/run.
 pytestmark = pytest.mark.slow
@@ -25,7 +35,7 @@ PLAIN = pltpu.InterpretParams(uninitialized_memory="nan")
 RACES = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # What the kernels serve, of the shared table and beyond it. Each costs seconds of compilation, so the sizes are mixed.
 SERVED = [
-    *[c for c in CASES if c.layout == "fused" and 2 * c.head_dim % 128 == 0 and c.dtype != "float16"],
+    *[c for c in CASES if c.layout == "fused" and 2 * c.stored % 128 == 0 and c.dtype != "float16"],
     Case(layout="fused", group=4, head_dim=256, lengths=(15, 32)),
     Case(layout="fused", group=7, head_dim=128, page_size=8),
     Case(layout="fused", group=8, dtype="bfloat16", page_size=8, head_dim=128, lengths=(128, 15)),
@@ -64,10 +74,11 @@ def attend(case, tokens, pages=None, counts=None, **options):
     starts = jnp.maximum(filled.lengths - tokens, 0)
 
     def run(q, kv):
-        return page_attention.page_attention(
-            q, kv, starts, filled.lengths, filled.table, pages=pages, counts=counts, layer=case.layer,
-            **{"interpret": PLAIN} | options,
+        out, lse = page_attention.page_attention(
+            pad_head_dim(q, case.stored), kv, starts, filled.lengths, filled.table,
+            pages=pages, counts=counts, layer=case.layer, scale=case.head_dim**-0.5, **{"interpret": PLAIN} | options,
         )  # fmt: skip
+        return out[..., : case.head_dim], lse
 
     got = jit(run)(q, filled.kv)
     assert got[0].dtype == q.dtype
@@ -110,11 +121,36 @@ def test_unused_memory_does_not_leak(poison):
 
     def run(q, kv):
         return page_attention.page_attention(
-            q, kv, clean.lengths - 1, clean.lengths, None, pages=None, counts=None, layer=None, interpret=PLAIN
-        )
+            q, kv, clean.lengths - 1, clean.lengths, None,
+            pages=None, counts=None, layer=None, scale=0.125, interpret=PLAIN,
+        )  # fmt: skip
 
     for expected, got in zip(jit(run)(q, clean.kv), jit(run)(q, dirty.kv), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])  # keys cut out of their pages, or not
+@pytest.mark.parametrize(("tokens", "listed"), [(1, False), (9, False), (1, True)])
+def test_nan_in_a_real_key_shows_exactly_where_it_is_seen(head_dim, tokens, listed):
+    case = Case(layout="fused", lengths=(33, 40), head_dim=head_dim)
+    filled, q = fill(case), queries(case, tokens)
+    starts = jnp.array([0 if tokens > 1 else 32, 31])  # row 0: the first five queries of a chunk stand before the key
+    pages = counts = None
+    if listed:  # a list per query head: of those that share the key, the first reads its page, the second does not
+        pages = jnp.broadcast_to(jnp.array([[1, 0], [1, 2], [0, 1], [0, 1]], jnp.int32), (2, 4, 2))
+        counts = jnp.full((2, 4), 2, jnp.int32)
+
+    def run(q, kv):
+        return page_attention.page_attention(
+            q, kv, starts, filled.lengths, None,
+            pages=pages, counts=counts, layer=None, scale=head_dim**-0.5, block_tokens=16, interpret=PLAIN,
+        )  # fmt: skip
+
+    out, lse = (np.isnan(x) for x in jit(run)(q, with_nan_key(filled)))
+    expected = sees_nan_key(case, starts, tokens, pages, counts)
+    assert expected.any() and not expected[0].all()
+    np.testing.assert_array_equal(lse, expected)
+    np.testing.assert_array_equal(out, np.broadcast_to(expected[..., None], out.shape))
 
 
 REDUCTIONS = [("mean", 1.0), ("max", 0.5), ("none", 1.0), ("mean", 0.5)]
@@ -128,8 +164,8 @@ def test_scores_equal_the_equation(case, reduce, beta):
 
     def run(q, meta, lengths):
         return page_scores.page_scores(
-            q, meta, lengths, page_size=case.page_size, reduce=reduce, beta=beta, layer=case.layer,
-            block_pages=128, interpret=PLAIN,
+            pad_head_dim(q, case.stored), meta, lengths, page_size=case.page_size, reduce=reduce, beta=beta,
+            layer=case.layer, block_pages=128, interpret=PLAIN,
         )  # fmt: skip
 
     got = jit(run)(q, filled.meta, filled.lengths)
@@ -160,7 +196,8 @@ def writer(case, table, **options):
 def tokens_of(case, filled, starts, n):
     """Keys and values of ``n`` tokens of every row, from ``starts`` on."""
     at = np.minimum(np.asarray(starts)[:, None] + np.arange(n), case.capacity - 1)[..., None, None]
-    return tuple(jnp.asarray(np.take_along_axis(x, at, 1), case.dtype) for x in (filled.keys, filled.values))
+    new = (jnp.asarray(np.take_along_axis(x, at, 1), case.dtype) for x in (filled.keys, filled.values))
+    return tuple(pad_head_dim(x, case.stored) for x in new)
 
 
 def assert_same_bits(got, expected):
@@ -231,6 +268,33 @@ def test_attention_has_no_race(case, tokens, listed, has_race):
     assert not has_race(lambda: attend(case, tokens, *lists, interpret=RACES, block_tokens=32))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("case", "tokens", "listed"),
+    [
+        (Case(layout="fused", lengths=(33, 0), table=True, dtype="bfloat16"), 1, True),
+        (Case(layout="fused", lengths=(70, 20, 128), group=3), 5, False),
+    ],
+    ids=str,
+)
+def test_two_cores_share_the_items_without_a_race(case, tokens, listed, seed, has_race):
+    """As on v4 and v5p: each core has the first block, the buffers and the turn to itself, its items in order."""
+    visited = {0: [], 1: []}
+
+    def record(*call):
+        *token, at, core = call  # JAX 0.12 threads a token through
+        visited[int(core)].append(tuple(map(int, at)))
+        return token[0] if token else None
+
+    two = dataclasses.replace(RACES, num_cores_or_threads=2, random_seed=seed, grid_point_recorder=record)
+    lists = lists_of(case, False) if listed else ()
+    options = {"cores": 2, "block_tokens": 32, "tile_rows": 2 * case.group}
+    assert not has_race(lambda: attend(case, tokens, *lists, interpret=two, **options))
+    tiles = -(-tokens // 2)
+    steps = len(case.lengths) * case.kv_heads * tiles // 2
+    assert sorted(visited.values()) == [[(core, step) for step in range(steps)] for core in (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("case", "tokens"),
     [
@@ -267,6 +331,7 @@ def impatient(monkeypatch):
 
 
 def test_attending_a_block_before_it_has_arrived_is_seen(impatient, has_race):
+    """Planted on one core: with two, JAX 0.12's interpreter waits forever for the core that did not raise."""
     assert has_race(lambda: attend(Case(layout="fused"), 1, interpret=impatient))
 
 

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append import reference, tpu
-from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
+from quest_jax.pallas_kernels.pages import KV, Layer, holds, pad_head_dim, pool_dtype, pool_layout, pool_shape
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("mosaic_tpu", tpu.append, tpu.why_not),
@@ -32,9 +32,9 @@ def append(
 
     Args:
       kv: pool of pages, see :mod:`quest_jax.pallas_kernels.pages`.
-      meta: per row and KV head, in logical page order, the min and max of each key channel; float32. Pages without
-        tokens are never read.
-      keys: rotated keys of the new tokens.
+      meta: per row and KV head, in logical page order, the min and max of each stored key channel; float32. Pages
+        without tokens are never read.
+      keys: rotated keys of the new tokens; padded with zeros where the pool stores more channels.
       values: values of the new tokens.
       starts: position of token 0 of each row.
       ends: length of each row after the write.
@@ -50,7 +50,9 @@ def append(
     """
     shape = pool_shape(kv)
     rows = meta.shape[-4]
-    if keys.shape != values.shape or (keys.shape[0], *keys.shape[2:]) != (rows, shape.kv_heads, shape.head_dim):
+    fits = (keys.shape[0], keys.shape[2]) == (rows, shape.kv_heads)
+    fits &= holds(shape.head_dim, keys.shape[3], pool_layout(kv))
+    if keys.shape != values.shape or not fits:
         raise ValueError(
             f"append: expected keys and values [{rows}, T, {shape.kv_heads}, {shape.head_dim}] (rows, KV heads and "
             f"head dim of the cache), got {keys.shape} and {values.shape}."
@@ -65,4 +67,5 @@ def append(
         pages=meta.shape[-2], scalars=0 if page_table is None else page_table.size,
     )  # fmt: skip
     chosen = dispatch.resolve("append", IMPLEMENTATIONS, call, implementation)
+    keys, values = pad_head_dim(keys, shape.head_dim), pad_head_dim(values, shape.head_dim)
     return chosen.run(kv, meta, keys, values, starts, ends, page_table, layer=layer)

@@ -2,8 +2,8 @@
 
 A copy between HBM and VMEM moves whole tiles, so a single token cannot be written: for each row and KV head
 
-    pages j = 0 .. J   [S, 2D] read; slots in [start, end) take the new tokens; written back
-    metadata           [W, 2D] a window of W pages around them, W a multiple of 8: read; the touched pages' rows become
+    touched pages      [S, 2D] each: read; slots in [start, end) take the new tokens; written back
+    window of metadata [W, 2D] of W pages around them, W a multiple of 8: read; the touched pages' rows become
                        [min | max] over the slots below ``end``; written back
 
 An *owner* is a row with some of its KV heads. It alone writes its pages and its window, so owners are independent of

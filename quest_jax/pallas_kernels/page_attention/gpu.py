@@ -7,7 +7,11 @@ block reads its pages in steps of T tokens and keeps, for the G query heads of i
 .. math::
 
     S^T = K Q^T \frac{\log_2 e}{\sqrt D}, \quad m' = \max(m, \max_t S^T), \quad
-    P^T = 2^{S^T - m'}, \quad O^T \leftarrow O^T 2^{m - m'} + V^T P^T
+    P^T = 2^{S^T - m'}, \quad \ell \leftarrow \ell 2^{m - m'} + \sum_t P^T, \quad
+    O^T \leftarrow O^T 2^{m - m'} + V^T P^T
+
+and in the end ``out = O / l`` and ``lse = m + log2(l)``. The code calls these ``scores``, ``top``, ``weights``,
+``total``, ``out``, and the factor ``2^(m - m')`` of what was there before ``kept``.
 
 Both products are transposed: the long axis (tokens, then channels) is the tensor core's 64 rows, and the query heads
 are its 8 columns, so one to eight heads cost the same and no row is wasted on padding. A second kernel merges the
@@ -23,7 +27,7 @@ read, lists that are empty.
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,13 +83,39 @@ def why_not(call: dispatch.Call) -> str | None:
     return None
 
 
+class Cut(NamedTuple):
+    """How a list is divided: tokens of a step, thread blocks that share the list, steps in shared memory at once."""
+
+    step: int
+    splits: int
+    stages: int
+
+
+def cut(lists: int, width: int, page_size: int, head_dim: int, splits: int | None = None) -> Cut:
+    """Divides ``lists`` lists of up to ``width`` pages; ``splits`` overrides the choice of thread blocks."""
+    step = max(_STEP_TOKENS, page_size)
+    steps = -(-width // (step // page_size))
+    if splits is None:
+        splits = min(-(-_BLOCKS // lists), _MOST_SPLITS)
+    splits = max(1, min(splits, steps))
+    # A second stage is of use where a thread block has a second step.
+    stages = 2 if steps > splits and 2 * _step_bytes(page_size, head_dim) <= _SHARED_BYTES else 1
+    return Cut(step, splits, stages)
+
+
+def shared_bytes(cut: Cut, head_dim: int) -> int:
+    """Shared memory of a thread block: the pages in flight and the weights, without what the compiler adds."""
+    return 2 * cut.step * (cut.stages * 2 * head_dim + GROUP)
+
+
 def page_attention(
-    q, kv, starts, lengths, page_table, *, pages, counts, layer, splits: int | None = None, interpret=None
+    q, kv, starts, lengths, page_table, *, pages, counts, layer, scale, splits: int | None = None, interpret=None
 ):
     """See :func:`quest_jax.pallas_kernels.page_attention.op.page_attention`.
 
     Args:
-      q, kv, starts, lengths, page_table, pages, counts, layer: as for the op.
+      q, kv, starts, lengths, page_table, pages, counts, layer: as for the op; ``q`` has the head dim of the pool.
+      scale: factor of the scores, ``1 / sqrt`` of the model's head dim.
       splits: thread blocks that share a list; None chooses.
       interpret: ``plgpu.InterpretGPUParams`` to run without a GPU.
     """
@@ -93,12 +123,8 @@ def page_attention(
     rows, _, heads, head_dim = q.shape
     lists = shape.kv_heads if pages is None else pages.shape[1]
     pages_per_row = shape.pages // rows if page_table is None else page_table.shape[1]
-    step = max(_STEP_TOKENS, shape.page_size)
-    steps = -(-(pages_per_row if pages is None else pages.shape[2]) // (step // shape.page_size))
-    if splits is None:
-        splits = min(-(-_BLOCKS // (rows * lists)), _MOST_SPLITS)
-    splits = max(1, min(splits, steps))
-    stages = 2 if steps > splits and 2 * _step_bytes(shape.page_size, head_dim) <= _SHARED_BYTES else 1
+    width = pages_per_row if pages is None else pages.shape[2]
+    step, splits, stages = cut(rows * lists, width, shape.page_size, head_dim, splits)
     capability = dispatch.current_target().compute_capability
     copy_engine = interpret is not None or (capability is not None and capability >= (9, 0))
 
@@ -136,7 +162,8 @@ def page_attention(
         memory = refs[len(operands) + len(written) :]
         _attend(
             ins, outs, *memory, kv_heads=shape.kv_heads, lists=lists, pool_pages=shape.pages,
-            pages_per_row=pages_per_row, group=heads // lists, splits=splits, interpret=interpret is not None,
+            pages_per_row=pages_per_row, group=heads // lists, splits=splits, scale=scale,
+            interpret=interpret is not None,
         )  # fmt: skip
 
     found = plgpu.kernel(
@@ -155,7 +182,7 @@ def page_attention(
 
 def _attend(
     ins, outs, kv_memory, weights_memory, barrier=None, *,
-    kv_heads, lists, pool_pages, pages_per_row, group, splits, interpret,
+    kv_heads, lists, pool_pages, pages_per_row, group, splits, scale, interpret,
 ):  # fmt: skip
     """The thread block of one list and one split."""
     index, split = lax.axis_index("lists"), lax.axis_index("splits")
@@ -249,18 +276,18 @@ def _attend(
         keys = plgpu.load(kv_memory.at[stage, :, pl.ds(0, head_dim)], layout=lay.left)
         scores = dot(filled((step, GROUP), 0.0, lay.sum), keys, query, interpret)
         seen = real((step, GROUP), 0.0, lay.sum, logical, i)
-        scores = jnp.where(seen, scores * (math.log2(math.e) * head_dim**-0.5), EMPTY)
+        scores = jnp.where(seen, scores * (math.log2(math.e) * scale), EMPTY)
         new_top = jnp.maximum(top, jnp.max(scores, axis=0))
         weights = jnp.where(seen, jnp.exp2(scores - across(new_top, scores.shape)), 0.0)
-        scale = jnp.exp2(top - new_top)
-        total = total * scale + jnp.sum(weights, axis=0)
+        kept = jnp.exp2(top - new_top)
+        total = total * kept + jnp.sum(weights, axis=0)
         # The second product wants the weights in another layout: every warp needs all tokens of them.
         store(weights_memory, weights.astype(dtype))
         weights = plgpu.load(weights_memory, layout=lay.right, optimized=False)
         values = plgpu.load(kv_memory.at[stage, :, pl.ds(head_dim, head_dim)].T, layout=lay.left)
         # 0 * NaN is NaN: weight zero does not take unused memory out of a product.
         values = jnp.where(real((head_dim, step), 1, lay.left, logical, i), values, jnp.zeros((), dtype))
-        return new_top, total, dot(out * across(scale, out.shape), values, weights, interpret)
+        return new_top, total, dot(out * across(kept, out.shape), values, weights, interpret)
 
     @pl.when(steps > 0)
     def _():

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_attention import gpu, reference, tpu
-from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
+from quest_jax.pallas_kernels.pages import KV, Layer, holds, pad_head_dim, pool_dtype, pool_layout, pool_shape
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("mosaic_tpu", tpu.page_attention, tpu.why_not),
@@ -35,8 +35,9 @@ def page_attention(
     Dense attention is the same op with ``pages=None``. Its work grows with ``lengths``, not with the capacity.
 
     Args:
-      q: rotated queries; token ``t`` of row ``b`` stands at position ``starts[b] + t``.
-      kv: pool of pages, in the dtype of ``q``.
+      q: rotated queries; token ``t`` of row ``b`` stands at position ``starts[b] + t``. Their D is the one of the
+        equation.
+      kv: pool of pages, in the dtype of ``q``; its rows may be padded, see :mod:`quest_jax.pallas_kernels.pages`.
       starts: position of the first query of each row.
       lengths: tokens in each row, the queries' own included.
       page_table: logical to pool page; None is the identity.
@@ -55,7 +56,7 @@ def page_attention(
     """
     shape = pool_shape(kv)
     rows, tokens, heads, head_dim = q.shape
-    if head_dim != shape.head_dim or heads % shape.kv_heads:
+    if not holds(shape.head_dim, head_dim, pool_layout(kv)) or heads % shape.kv_heads:
         raise ValueError(
             f"page_attention: expected q [B, T, H, {shape.head_dim}] with H a multiple of {shape.kv_heads} KV heads, "
             f"got {q.shape}."
@@ -77,4 +78,8 @@ def page_attention(
     scalars = sum(array.size for array in (page_table, pages, counts) if array is not None)
     call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), heads, tokens, scalars=scalars)
     chosen = dispatch.resolve("page_attention", IMPLEMENTATIONS, call, implementation)
-    return chosen.run(q, kv, starts, lengths, page_table, pages=pages, counts=counts, layer=layer)
+    out, lse = chosen.run(
+        pad_head_dim(q, shape.head_dim), kv, starts, lengths, page_table,
+        pages=pages, counts=counts, layer=layer, scale=head_dim**-0.5,
+    )  # fmt: skip
+    return out if head_dim == shape.head_dim else out[..., :head_dim], lse

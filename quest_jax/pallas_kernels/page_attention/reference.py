@@ -16,8 +16,14 @@ _BLOCK_TOKENS = 1024
 
 
 @jax.named_scope("page_attention")
-def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer):
-    """See :func:`quest_jax.pallas_kernels.page_attention.op.page_attention`."""
+def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, scale):
+    """See :func:`quest_jax.pallas_kernels.page_attention.op.page_attention`.
+
+    Args:
+      q: ``[B, T, H, D]`` with the D of the pool.
+      kv, starts, lengths, page_table, pages, counts, layer: as there.
+      scale: factor of the scores, ``1 / sqrt`` of the model's head dim.
+    """
     shape = pool_shape(kv)
     rows, tokens, heads, head_dim = q.shape
     pages_per_row = shape.pages // rows if page_table is None else page_table.shape[1]
@@ -54,7 +60,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer):
                 logical = first + jnp.arange(per_block)
                 real, at = visible(row, logical, logical >= i * per_block)
                 keys, values = read(row, list_ids[:, None], logical[None])
-                return merge(carry, rows_q, flat(keys), flat(values), real[None], at[None], query)
+                return merge(carry, rows_q, flat(keys), flat(values), real[None], at[None], query, scale)
 
             blocks = -(-lengths[row] // (per_block * shape.page_size))
             return lax.fori_loop(0, blocks, block, empty(rows_q))
@@ -74,7 +80,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer):
             list_id, rows_q, logical, count = args
             real, at = visible(row, logical, jnp.arange(logical.shape[0]) < count)
             keys, values = read(row, list_id, logical)
-            carry = merge(empty(rows_q), rows_q, flat(keys), flat(values), real, at, query)
+            carry = merge(empty(rows_q), rows_q, flat(keys), flat(values), real, at, query, scale)
             return finish(carry)
 
         # List by list: the gathered pages stay in cache until they are attended.
@@ -103,7 +109,7 @@ def empty(q):
     )
 
 
-def merge(carry, q, keys, values, real, at, query):
+def merge(carry, q, keys, values, real, at, query, scale):
     """Folds a block of keys into the softmax state.
 
     Args:
@@ -113,17 +119,18 @@ def merge(carry, q, keys, values, real, at, query):
       real: bool ``[.., L]``, slots that hold a token.
       at: int32 ``[.., L]``, positions of the slots.
       query: int32 ``[R]``, positions of the query rows.
+      scale: factor of the scores.
     """
     top, total, out = carry
     # 0 * NaN is NaN: what lies in unused memory must be taken out of the values, not only given weight zero.
     values = jnp.where(real[..., None], values, 0)
-    scores = dot("...rd,...ld->...rl", q, keys) * q.shape[-1] ** -0.5
+    scores = dot("...rd,...ld->...rl", q, keys) * scale
     seen = real[..., None, :] & (at[..., None, :] <= query[:, None])
     new_top = jnp.maximum(top, jnp.where(seen, scores, jnp.finfo(jnp.float32).min).max(axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
-    scale = jnp.exp(top - new_top)
-    out = out * scale[..., None] + dot("...rl,...ld->...rd", weights.astype(values.dtype), values)
-    return new_top, total * scale + weights.sum(axis=-1), out
+    kept = jnp.exp(top - new_top)
+    out = out * kept[..., None] + dot("...rl,...ld->...rd", weights.astype(values.dtype), values)
+    return new_top, total * kept + weights.sum(axis=-1), out
 
 
 def finish(carry):

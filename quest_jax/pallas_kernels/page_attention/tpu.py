@@ -4,10 +4,13 @@ The work is cut into *items*: one list of pages (a KV head's, or a query head's)
 queries that share it. An item reads its pages in *blocks*. All copies of a block are started together and awaited
 together, one block ahead of the computation, across the items too: only the very first block is waited for.
 
-    item (row, list, tile)   q [R, D]: R = tile of tokens x group, token slowest
-      block 0 .. n           kv [L, 2D] = L / S pages, in VMEM twice
-        s = q k^T / sqrt(D)  [R, L], -inf where the key's position is past the query's
-        m, l, o              running maximum, sum of weights, weighted sum of values (online softmax)
+    item (row, list, tile)    q [R, D]: R = tile of tokens x group, token slowest
+      block 0 .. n            kv [L, 2D] = L / S pages, in VMEM twice
+        s = q k^T / sqrt(D)   [R, L], left out where the key's position is past the query's
+        top' = max(top, s)    online softmax: running maximum, sum of weights, weighted sum of values
+        total    = total e^(top - top') + sum e^(s - top')
+        weighted = weighted e^(top - top') + e^(s - top') v
+    out = weighted / total    lse = top + log(total)
 
 Page ids, page table, lengths and counts lie in scalar memory before the kernel starts; the logical page of a list is
 looked up in the table where its copy is started, and the position of its first token is noted beside the buffer. So a
@@ -43,6 +46,7 @@ class _Plan:
 
     Attributes:
       kv_heads, pool_pages, page_size, head_dim: of the pool.
+      scale: factor of the scores.
       pages_per_row: logical pages of a row.
       lists, width: lists of a row, and entries of a list; ``width = pages_per_row`` when dense.
       listed, table: whether page lists and a page table are given.
@@ -56,6 +60,7 @@ class _Plan:
     pool_pages: int
     page_size: int
     head_dim: int
+    scale: float
     pages_per_row: int
     lists: int
     width: int
@@ -76,13 +81,14 @@ class _Plan:
 
 @jax.named_scope("page_attention")
 def page_attention(
-    q, kv, starts, lengths, page_table, *, pages, counts, layer,
+    q, kv, starts, lengths, page_table, *, pages, counts, layer, scale,
     block_tokens=None, tile_rows=None, cores=None, interpret=False,
 ):  # fmt: skip
     """See :func:`quest_jax.pallas_kernels.page_attention.op.page_attention`.
 
     Args:
-      q, kv, starts, lengths, page_table, pages, counts, layer: as there.
+      q, kv, starts, lengths, page_table, pages, counts, layer: as there; ``q`` has the head dim of the pool.
+      scale: factor of the scores, ``1 / sqrt`` of the model's head dim.
       block_tokens: tokens that are copied and attended at once.
       tile_rows: query rows (tokens x group) that attend to a block at once.
       cores: among which the items are divided; None is what the target has.
@@ -113,8 +119,8 @@ def page_attention(
     cores = mosaic_tpu.cores() if cores is None else cores
     cores = cores if items % cores == 0 else 1
     plan = _Plan(
-        shape.kv_heads, shape.pages, shape.page_size, dim, pages_per_row, lists, width, listed, page_table is not None,
-        group, tokens, tile_tokens, tiles, block_pages, items // cores,
+        shape.kv_heads, shape.pages, shape.page_size, dim, scale, pages_per_row, lists, width, listed,
+        page_table is not None, group, tokens, tile_tokens, tiles, block_pages, items // cores,
     )  # fmt: skip
 
     # [B, T, H, D] -> [items, R, D]. Without lane tiles of their own, keys are not cut out of [K | V]: the query is
@@ -141,9 +147,9 @@ def page_attention(
                 pltpu.VMEM((2, 1, block), jnp.int32),  # position of every token in them
                 pltpu.SMEM((2,), jnp.int32),  # position of the last of them
                 pltpu.SMEM((1,), jnp.int32),  # the buffer whose turn it is
-                pltpu.VMEM((padded_rows, 1), jnp.float32),  # m
-                pltpu.VMEM((padded_rows, 1), jnp.float32),  # l
-                pltpu.VMEM((padded_rows, lanes), jnp.float32),  # o
+                pltpu.VMEM((padded_rows, 1), jnp.float32),  # top
+                pltpu.VMEM((padded_rows, 1), jnp.float32),  # total
+                pltpu.VMEM((padded_rows, lanes), jnp.float32),  # weighted
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
@@ -271,13 +277,13 @@ def _kernel(
         kv = blocks[buffer].reshape(n_pages * size, 2 * plan.head_dim)
         keys, values = (kv[:, : plan.head_dim], kv[:, plan.head_dim :]) if plan.aligned else (kv, kv)
         seen = positions[buffer] <= at
-        scores = jnp.where(seen, dot(q_ref[0], keys, transposed=True) * plan.head_dim**-0.5, _LOWEST)
+        scores = jnp.where(seen, dot(q_ref[0], keys, transposed=True) * plan.scale, _LOWEST)
         new_top = jnp.maximum(top[...], scores.max(axis=1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - new_top), 0)
-        scale = jnp.exp(top[...] - new_top)
+        kept = jnp.exp(top[...] - new_top)
         top[...] = new_top
-        total[...] = total[...] * scale + weights.sum(axis=1, keepdims=True)
-        weighted[...] = weighted[...] * scale + dot(weights.astype(values.dtype), values)
+        total[...] = total[...] * kept + weights.sum(axis=1, keepdims=True)
+        weighted[...] = weighted[...] * kept + dot(weights.astype(values.dtype), values)
         return 1 - buffer
 
     turn[0] = lax.fori_loop(0, n_blocks, attend, turn[0])

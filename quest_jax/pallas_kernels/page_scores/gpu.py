@@ -2,6 +2,8 @@ r"""``page_scores`` on NVIDIA GPUs (Mosaic GPU).
 
 .. math:: U_p = \sum_i w^-_i m_{pi} + w^+_i M_{pi}, \qquad w^\pm = \frac{q \pm \beta |q|}{2}
 
+with ``low`` and ``high`` the m and M of the page, ``below`` and ``above`` the two weights.
+
 The metadata is float32 and is read once: 8 D bytes a page for 2 D multiply-adds a head, so the op is bound by memory,
 and ordinary float32 arithmetic keeps up with it. Tensor cores would round the metadata to bfloat16 or TF32, and a
 rounded bound is no bound; they are not used.

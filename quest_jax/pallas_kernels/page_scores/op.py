@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_scores import gpu, reference, tpu
-from quest_jax.pallas_kernels.pages import Layer, PoolShape
+from quest_jax.pallas_kernels.pages import Layer, PoolShape, holds, pad_head_dim
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("mosaic_tpu", tpu.page_scores, tpu.why_not),
@@ -39,7 +39,8 @@ def page_scores(
 
     Args:
       q: rotated queries, unscaled; any float dtype. Computed in float32.
-      meta: ``[min | max]`` per page, as :func:`~quest_jax.pallas_kernels.append.op.append` writes it.
+      meta: ``[min | max]`` per page, as :func:`~quest_jax.pallas_kernels.append.op.append` writes it; both may be
+        padded with zeros.
       lengths: tokens of each row; pages at or past them score ``-inf``.
       page_size: [S] tokens of a page.
       reduce: over the query heads of a group. ``mean`` and ``max`` give K lists, ``none`` gives H.
@@ -55,14 +56,15 @@ def page_scores(
     """
     rows, heads, head_dim = q.shape
     meta_rows, kv_heads, pages, width = meta.shape[-4:]
-    if meta_rows != rows or width != 2 * head_dim or heads % kv_heads:
+    if meta_rows != rows or width % 2 or not holds(width // 2, head_dim) or heads % kv_heads:
         raise ValueError(
             "page_scores: expected q [B, H, D] and metadata [.., B, K, P, 2D] with H a multiple of K, "
             f"got {q.shape} and {meta.shape}."
         )
     if reduce not in ("mean", "max", "none"):
         raise ValueError(f"page_scores: expected reduce 'mean', 'max' or 'none', got {reduce!r}.")
-    shape = PoolShape(kv_heads, pages, page_size, head_dim)
+    shape = PoolShape(kv_heads, pages, page_size, width // 2)
     call = dispatch.describe_call(shape, meta.dtype, "fused", heads, pages=pages)
     chosen = dispatch.resolve("page_scores", IMPLEMENTATIONS, call, implementation)
+    q = pad_head_dim(q, shape.head_dim)
     return chosen.run(q, meta, lengths, page_size=page_size, reduce=reduce, beta=beta, layer=layer)

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.pages import KV, Layer, pool_dtype, pool_layout, pool_shape
+from quest_jax.pallas_kernels.pages import KV, Layer, holds, pad_head_dim, pool_dtype, pool_layout, pool_shape
 from quest_jax.pallas_kernels.token_scores import reference
 
 IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.token_scores, dispatch.serves_everything),)
@@ -29,7 +29,7 @@ def token_scores(
 
     Args:
       q: R queries for each KV head.
-      kv: pool of pages, see :mod:`quest_jax.pallas_kernels.pages`.
+      kv: pool of pages, see :mod:`quest_jax.pallas_kernels.pages`; its rows may be padded.
       weights: of each position of a row, not negative; None is 1.
       ends: positions from here on score ``-inf``, and may hold anything.
       page_table: logical to pool page; None is the identity.
@@ -44,7 +44,7 @@ def token_scores(
     """
     shape = pool_shape(kv)
     rows, kv_heads, queries, head_dim = q.shape
-    if (kv_heads, head_dim) != (shape.kv_heads, shape.head_dim) or queries < 1:
+    if kv_heads != shape.kv_heads or not holds(shape.head_dim, head_dim, pool_layout(kv)) or queries < 1:
         raise ValueError(
             f"token_scores: expected q [B, {shape.kv_heads}, R, {shape.head_dim}] (KV heads and head dim of the cache) "
             f"with at least one query, got {q.shape}."
@@ -56,4 +56,5 @@ def token_scores(
         )
     call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), kv_heads, queries, pages=pages)
     chosen = dispatch.resolve("token_scores", IMPLEMENTATIONS, call, implementation)
+    q = pad_head_dim(q, shape.head_dim)
     return chosen.run(q, kv, weights, ends, page_table, layer=layer)

@@ -1,10 +1,6 @@
-"""Reads ptxas' report of the kernels, and prints it as a table.
-
-``python -m tests.aot.gpu_programs 90 2>&1 | python -m tests.aot.gpu_kernels``
-"""
+"""Reads ptxas' report of the kernels that :mod:`quest_jax.bench.compile_gpu` compiled."""
 
 import re
-import sys
 from typing import NamedTuple
 
 
@@ -19,6 +15,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(report: str) -> list[Kernel]:
+    """Returns the kernels in the order of the report, of which a line ``PROGRAM name`` stands before each program's."""
     kernels, program, name, target, spilled = [], "", "", "", 0
     for line in report.splitlines():
         if line.startswith("PROGRAM "):
@@ -30,9 +27,3 @@ def kernels_of(report: str) -> list[Kernel]:
         elif found := re.search(r"Used (\d+) registers", line):
             kernels.append(Kernel(program, name, target, int(found[1]), spilled))
     return kernels
-
-
-if __name__ == "__main__":
-    print("| program | kernel | sm | registers | bytes spilled |\n|---|---|---|---|---|")
-    for kernel in kernels_of(sys.stdin.read()):
-        print("| " + " | ".join(map(str, kernel)) + " |")
