@@ -199,7 +199,7 @@ def read_prompts(
         def read(i, carry):
             state, reads = carry
             piece = lax.dynamic_slice_in_dim(padded, i * chunk, chunk, axis=1)
-            state = _prefill_chunk(params, state, piece, i * chunk, lengths)
+            state = prefill_chunk(params, state, piece, i * chunk, lengths)
             return state, jax.tree.map(lambda every, now: every.at[i].set(now), reads, state.attention.reads)
 
         reads = init_reads(padded.shape[1] // chunk, config.n_layers, len(tokens))
@@ -313,7 +313,7 @@ def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
     return jax.vmap(lambda s, row: jax.random.fold_in(jax.random.key(s), row))(seeds, rows)
 
 
-def _prefill_chunk(params, state, tokens, start, lengths):
+def prefill_chunk(params, state, tokens, start, lengths):
     """Reads positions ``start ...`` of every prompt; rows that end before take nothing."""
     n_new = jnp.clip(lengths - start, 0, tokens.shape[1])
     hidden, attention = _run(params, state, tokens, n_new, prefill_attention, lengths)
@@ -322,7 +322,7 @@ def _prefill_chunk(params, state, tokens, start, lengths):
     return _with_logits(params, state, attention, hidden, n_new > 0)
 
 
-_prefill_chunk_jit = jax.jit(_prefill_chunk, donate_argnames="state")
+_prefill_chunk_jit = jax.jit(prefill_chunk, donate_argnames="state")
 
 
 def _feed(params, state, token, write):

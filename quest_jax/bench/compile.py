@@ -19,7 +19,7 @@ LABEL = "Compiled, not run. Times are the least bytes over nominal bandwidth, no
 def tpu_table(chips: Sequence[str]) -> list[str]:
     """Rows of markdown, a program each: least bytes, scalar memory, and per chip vector memory and time."""
     kernels = compile_tpu.kernel_programs()
-    programs = [*kernels, compile_tpu.decode_program()]
+    programs = [*kernels, compile_tpu.decode_program(), compile_tpu.prefill_program()]
     cells: list[list[str]] = [[] for _ in programs]
     for chip in chips:
         device, bandwidth = compile_tpu.device_of(chip), compile_tpu.CHIPS[chip][1]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from quest_jax.attention import init_attention
-from quest_jax.decode import DecodeState, decode_step, row_keys
+from quest_jax.decode import DecodeState, decode_step, prefill_chunk, row_keys
 from quest_jax.generate import generate
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.models.llama import abstract_weights
@@ -25,8 +25,10 @@ from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores.op import Reduce, page_scores
 from quest_jax.pallas_kernels.pages import stored_head_dim
+from quest_jax.pallas_kernels.token_scores.op import token_scores
 from quest_jax.params import Params
 from quest_jax.policies.quest import Quest
+from quest_jax.policies.quoka import QuoKA
 from quest_jax.sampling import make_sampler
 
 # Chip: topology to ask libtpu for (its smallest), and nominal HBM bandwidth of one of its devices in GB/s
@@ -195,6 +197,21 @@ def scores_program(*, rows=2, kv_heads=8, group=4, dim=128, pages=8192, reduce: 
     return Program(name, run, arguments, (), (meta,), _nbytes(meta) // max(1, layers))
 
 
+def token_scores_program(*, rows=2, kv_heads=8, dim=128, page=16, pages=8192, layers=0, dtype="bfloat16") -> Program:
+    """``token_scores`` of 16 queries and all keys."""
+    stack = (layers,) if layers else ()
+    kv = _array((*stack, kv_heads, rows * pages, page, 2 * stored_head_dim(dim, "fused", "tpu")), dtype)
+
+    def run(q, kv, weights, ends):
+        layer = layers - 1 if layers else None
+        return token_scores(q, kv, weights, ends, layer=layer, implementation="mosaic_tpu")
+
+    weights = _array((rows, kv_heads, pages * page), "float32")
+    arguments = (_array((rows, kv_heads, 16, dim), "float32"), kv, weights, _array((rows,)))
+    name = f"token_scores of {pages} pages, R=16 D={dim} S={page} {dtype}"
+    return Program(name, run, arguments, (), (kv,), _nbytes(kv) // max(1, layers) + _nbytes(weights))
+
+
 def append_program(
     *, rows=2, kv_heads=8, dim=128, page=16, pages=512, tokens=1, table=False, layers=0, dtype="bfloat16", donate=True
 ) -> Program:
@@ -220,8 +237,8 @@ def _array(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, dim=128) -> Program:
-    """One ``decode_step`` of a model with the widths of Llama 3 8B, of whose 32 layers ``layers`` are there."""
+def _large_model(layers, rows, context, page, dim, **policies) -> tuple[Params, DecodeState]:
+    """Abstract weights with the widths of Llama 3 8B, of whose 32 layers ``layers`` are there, and a state for them."""
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, n_layers=layers, n_heads=32, n_kv_heads=8,
         head_dim=dim, max_positions=context, rope=RopeConfig(theta=500000.0),
@@ -230,8 +247,7 @@ def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, di
     def initial() -> DecodeState:
         return DecodeState(
             attention=init_attention(
-                layers, 8, dim, batch=rows, capacity=context, page_size=page, policy=Quest(budget=budget),
-                dtype=jnp.bfloat16,
+                layers, 8, dim, batch=rows, capacity=context, page_size=page, dtype=jnp.bfloat16, **policies
             ),
             logits=jnp.zeros((rows, config.vocab_size), jnp.float32),
             done=jnp.zeros(rows, bool),
@@ -242,7 +258,29 @@ def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, di
 
     with dispatch.target("tpu", "any"):  # a cache as it is made there
         state = jax.eval_shape(initial)
-    params = Params(abstract_weights(config, jnp.bfloat16), config)
+    return Params(abstract_weights(config, jnp.bfloat16), config), state
+
+
+def prefill_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, dim=128) -> Program:
+    """One chunk of a prompt, selected by QuoKA in pages, for the model of :func:`decode_program`."""
+    policy = QuoKA(budget=budget)
+    params, state = _large_model(layers, rows, context, page, dim, prefill_policy=policy)
+    cache = tuple(jax.tree.leaves((state.attention.cache.kv, state.attention.cache.meta)))
+    # All weights but the embedding's table, all keys to score them, and the pages by budget and of the chunk.
+    width = cache[0].shape[-1]
+    read = _nbytes(params.weights) - 2 * params.config.vocab_size * params.config.hidden_size
+    read += layers * rows * 8 * width * (context + 2 * (budget + policy.chunk))
+    arguments = (params, state, _array((rows, policy.chunk)), _array(()), _array((rows,)))
+    name = (
+        f"prefill chunk of {policy.chunk}, Llama 3 8B with {layers} layers, {context} tokens, QuoKA {budget} in pages"
+    )
+    return Program(name, prefill_chunk, arguments, (1,), cache, read)
+
+
+def decode_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, dim=128) -> Program:
+    """One ``decode_step`` of a model with the widths of Llama 3 8B, of whose 32 layers ``layers`` are there."""
+    params, state = _large_model(layers, rows, context, page, dim, policy=Quest(budget=budget))
+    config = params.config
     cache = tuple(jax.tree.leaves((state.attention.cache.kv, state.attention.cache.meta)))
     # All weights but the embedding's table, pages by budget in the sparse layers, all of them in the two dense ones.
     weights = _nbytes(params.weights) - 2 * config.vocab_size * config.hidden_size
@@ -287,6 +325,9 @@ def kernel_programs() -> list[Program]:
         scores_program(reduce="max", group=3, dim=64, layers=2),
         scores_program(reduce="none", group=16, dim=256, pages=1000),
         scores_program(dim=96),
+        token_scores_program(),
+        token_scores_program(dim=64, kv_heads=3, pages=320, layers=2, dtype="float32"),
+        token_scores_program(dim=80, page=8, pages=512),
         append_program(),
         append_program(dtype="float32", dim=64, kv_heads=3, table=True, layers=2),
         append_program(tokens=256, table=True),

@@ -29,11 +29,11 @@ def v5e():
     return compile_tpu.device_of("v5e")
 
 
-def check(found, program, kernels):
+def check(found, program, kernels, besides=10 * 2**20):
     assert found.kernels == kernels
     assert found.copies == []
     if program.donated:
-        assert found.cache <= found.aliased <= found.cache + 10 * 2**20  # the state is more than the cache
+        assert found.cache <= found.aliased <= found.cache + besides  # the state is more than the cache
     assert 0 < found.vmem <= 16 * 2**20
 
 
@@ -49,6 +49,15 @@ def test_a_decode_step_of_a_large_model_is_made_of_the_kernels_and_updates_its_c
     assert "sort" in found.text  # the selection is XLA's
     # Nothing but arguments and results in HBM, of which the cache is one: the peak that `bench.compile` reports.
     assert found.peak < 1.1 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.arguments))
+
+
+def test_a_chunk_that_quoka_reads_is_made_of_the_kernels_and_copies_no_cache(device, as_a_user):
+    program = compile_tpu.prefill_program()
+    found = compile_tpu.compile_for(device, program)
+    # Append and scores, and attention of both branches: of all pages, for the start of a prompt, and of those selected.
+    norms = 3 * 8 * 131072 * 4
+    check(found, program, kernels=3 + 3 + 2 * 3, besides=norms + 10 * 2**20)
+    assert found.peak < 1.2 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.arguments))
 
 
 @pytest.mark.parametrize("dim", [80, 96])

@@ -17,6 +17,7 @@ from quest_jax.pallas_kernels.append import tpu as append
 from quest_jax.pallas_kernels.page_attention import tpu as page_attention
 from quest_jax.pallas_kernels.page_scores import tpu as page_scores
 from quest_jax.pallas_kernels.pages import pad_head_dim
+from quest_jax.pallas_kernels.token_scores import tpu as token_scores
 from tests.pallas_kernels import test_page_attention, test_page_scores
 from tests.pallas_kernels.cases import (
     CASES,
@@ -151,6 +152,35 @@ def test_nan_in_a_real_key_shows_exactly_where_it_is_seen(head_dim, tokens, list
     assert expected.any() and not expected[0].all()
     np.testing.assert_array_equal(lse, expected)
     np.testing.assert_array_equal(out, np.broadcast_to(expected[..., None], out.shape))
+
+
+@pytest.mark.parametrize("case", [
+    Case(layout="fused", lengths=(40, 128)),
+    Case(layout="fused", lengths=(512, 0, 129, 384), capacity=512, head_dim=128, dtype="bfloat16"),
+    Case(layout="fused", lengths=(500,), capacity=512, page_size=8, kv_heads=3, layers=3),
+    Case(layout="fused", lengths=(250, 3), capacity=256, page_size=128, head_dim=256),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("weighed", [True, False])
+def test_token_scores_equal_the_equation(case, weighed):
+    filled, rng = fill(case), np.random.default_rng(0)
+    q = rng.normal(size=(len(case.lengths), case.kv_heads, 5, case.head_dim))
+    q = np.asarray(jnp.asarray(q, case.dtype), np.float64)
+    weights = np.where(np.arange(case.capacity) < 9, np.nan, rng.uniform(size=(len(q), case.kv_heads, case.capacity)))
+    weights = weights[..., ::-1].copy()  # what is not there may be NaN
+    ends = np.minimum(filled.lengths, case.capacity - 9)
+
+    def run(q, kv):
+        return token_scores.token_scores(
+            q, kv, jnp.asarray(weights, jnp.float32) if weighed else None, jnp.asarray(ends), None,
+            layer=case.layer, block_tokens=128, interpret=PLAIN,
+        )  # fmt: skip
+
+    got = np.asarray(jit(run)(jnp.asarray(q, jnp.float32), filled.kv))
+    for row, end in enumerate(ends):
+        best = np.einsum("krd,lkd->krl", q[row], filled.keys[row, :end]).max(axis=1)
+        best = best * weights[row, :, :end] if weighed else best
+        np.testing.assert_allclose(got[row, :, :end], best, atol=TOLERANCE["float32"] * 20 * case.head_dim**0.5)
+        assert np.isneginf(got[row, :, end:]).all()
 
 
 REDUCTIONS = [("mean", 1.0), ("max", 0.5), ("none", 1.0), ("mean", 0.5)]

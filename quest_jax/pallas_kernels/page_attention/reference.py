@@ -125,9 +125,11 @@ def merge(carry, q, keys, values, real, at, query, scale):
     # 0 * NaN is NaN: what lies in unused memory must be taken out of the values, not only given weight zero.
     values = jnp.where(real[..., None], values, 0)
     scores = dot("...rd,...ld->...rl", q, keys) * scale
-    seen = real[..., None, :] & (at[..., None, :] <= query[:, None])
-    new_top = jnp.maximum(top, jnp.where(seen, scores, jnp.finfo(jnp.float32).min).max(axis=-1))
-    weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+    # One comparison tells what is empty and what comes later. The running maximum is finite: exp(-inf - it) is zero.
+    at = jnp.where(real, at, jnp.iinfo(jnp.int32).max)
+    scores = jnp.where(at[..., None, :] <= query[:, None], scores, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(axis=-1))
+    weights = jnp.exp(scores - new_top[..., None])
     kept = jnp.exp(top - new_top)
     out = out * kept[..., None] + dot("...rl,...ld->...rd", weights.astype(values.dtype), values)
     return new_top, total * kept + weights.sum(axis=-1), out

@@ -4,9 +4,12 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.pages import KV, Layer, holds, pad_head_dim, pool_dtype, pool_layout, pool_shape
-from quest_jax.pallas_kernels.token_scores import reference
+from quest_jax.pallas_kernels.token_scores import reference, tpu
 
-IMPLEMENTATIONS = (dispatch.Implementation("xla", reference.token_scores, dispatch.serves_everything),)
+IMPLEMENTATIONS = (
+    dispatch.Implementation("mosaic_tpu", tpu.token_scores, tpu.why_not),
+    dispatch.Implementation("xla", reference.token_scores, dispatch.serves_everything),
+)
 
 
 def token_scores(
@@ -34,7 +37,7 @@ def token_scores(
       ends: positions from here on score ``-inf``, and may hold anything.
       page_table: logical to pool page; None is the identity.
       layer: index into a stacked pool.
-      implementation: ``None`` or ``"xla"``.
+      implementation: ``None``, ``"mosaic_tpu"`` or ``"xla"``.
 
     Returns:
       float32 scores of all L positions that a row has room for.
@@ -54,7 +57,8 @@ def token_scores(
         raise ValueError(
             f"token_scores: expected weights [{rows}, {kv_heads}, {pages * shape.page_size}], got {weights.shape}."
         )
-    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), kv_heads, queries, pages=pages)
+    scalars = 0 if page_table is None else page_table.size
+    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), kv_heads, queries, pages, scalars)
     chosen = dispatch.resolve("token_scores", IMPLEMENTATIONS, call, implementation)
     q = pad_head_dim(q, shape.head_dim)
     return chosen.run(q, kv, weights, ends, page_table, layer=layer)
