@@ -90,7 +90,7 @@ def check(shape: Shape, rng: np.random.Generator) -> list[dict[str, Any]]:
         listed[row, one, np.asarray(selection.pages)[row, one, : np.asarray(selection.counts)[row, one]]] = True
     everything = np.broadcast_to(seen[:, None], (rows, shape.kv_heads, capacity))
     read = everything & np.repeat(listed, shape.page_size, axis=-1)
-    ranked = bounds(q64, exact[0], seen, shape)
+    ranked = scores_float64(q64, exact[0], seen, shape)
     tolerance = TOLERANCE[shape.dtype]
     return [
         _result("dense", attention_name, whole[0][:, 0], attend(q64, exact[0], exact[1], everything), tolerance),
@@ -159,15 +159,17 @@ def attend(q, keys, values, read):
     return out
 
 
-def bounds(q, keys, seen, shape: Shape):
-    """Mean over the group of the paper's bound, ``[B, K, P]``, in float64."""
+def scores_float64(q, keys, seen, shape: Shape):
+    """Mean over the group of Quest's default scores, those of the shrunk box, ``[B, K, P]``, in float64."""
+    beta = Quest(budget=shape.page_size).beta
     found = np.full((len(q), shape.kv_heads, PAGES), -np.inf)
     for row, one, page in np.ndindex(found.shape):
         tokens = slice(page * shape.page_size, (page + 1) * shape.page_size)
         real = keys[row, tokens, one][seen[row, tokens]]
         if len(real):
             own = q[row, one * shape.group : (one + 1) * shape.group]
-            found[row, one, page] = np.maximum(own * real.min(axis=0), own * real.max(axis=0)).sum(-1).mean()
+            low, high = real.min(axis=0), real.max(axis=0)
+            found[row, one, page] = (own * (low + high) + beta * np.abs(own) * (high - low)).sum(-1).mean() / 2
     return found
 
 
