@@ -64,12 +64,9 @@ def _run(params, tokens, state):
 
 def probabilities(q: Float[Array, "1 T H D"], view: LayerView) -> Float[Array, "H T L"]:
     """The causal attention of the queries from ``view.starts`` on, over all positions that the row has room for."""
-    shape = pool_shape(view.kv)
-    heads = jnp.arange(shape.kv_heads)[:, None]
-    keys, _ = gather_pages(view.kv, *jnp.broadcast_arrays(heads, jnp.arange(shape.pages)))
     _, tokens, _, width = q.shape
-    keys = keys.reshape(shape.kv_heads, -1, shape.head_dim)[..., :width].astype(jnp.float32)
-    grouped = q[0].astype(jnp.float32).swapaxes(0, 1).reshape(shape.kv_heads, -1, tokens, width)
+    keys, _ = _rows_of(view, width)
+    grouped = q[0].astype(jnp.float32).swapaxes(0, 1).reshape(len(keys), -1, tokens, width)
     scores = jnp.einsum("kgtd,kld->kgtl", grouped, keys) * width**-0.5
     seen = jnp.arange(keys.shape[1]) <= view.starts[0] + jnp.arange(q.shape[1])[:, None]
     return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).reshape(q.shape[2], q.shape[1], -1)
@@ -86,3 +83,24 @@ def listed(selection: Selection, unit: int, room: int) -> Float[Array, "lists L"
 def mass_kept(attention: Float[Array, "H T L"], marks: Float[Array, "lists L"]) -> Float[Array, "H T"]:
     """Share of every query's attention that falls on the marked positions of its list."""
     return jnp.einsum("htl,hl->ht", attention, jnp.repeat(marks, len(attention) // len(marks), axis=0))
+
+
+def output_error(
+    attention: Float[Array, "H T L"], marks: Float[Array, "lists L"], view: LayerView
+) -> Float[Array, "H"]:
+    """Relative error, in the 2-norm over the queries, of a head's output when only marked positions are attended."""
+    _, values = _rows_of(view, None)
+    kept = attention * jnp.repeat(marks, len(attention) // len(marks), axis=0)[:, None]
+    kept = kept / kept.sum(axis=-1, keepdims=True)
+    values = jnp.repeat(values, len(attention) // len(values), axis=0)
+    exact, found = (jnp.einsum("htl,hld->htd", weights, values) for weights in (attention, kept))
+    return jnp.linalg.norm(found - exact, axis=(1, 2)) / jnp.linalg.norm(exact, axis=(1, 2))
+
+
+def _rows_of(view: LayerView, width: int | None) -> tuple[Array, Array]:
+    """Keys and values of a view of one row, float32 ``[K, L, D]``, of the first ``width`` channels."""
+    shape = pool_shape(view.kv)
+    heads = jnp.arange(shape.kv_heads)[:, None]
+    both = gather_pages(view.kv, *jnp.broadcast_arrays(heads, jnp.arange(shape.pages)))
+    keys, values = (x.reshape(shape.kv_heads, -1, shape.head_dim)[..., :width].astype(jnp.float32) for x in both)
+    return keys, values

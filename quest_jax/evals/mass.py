@@ -2,17 +2,30 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from rich.table import Table
 
 from quest_jax import Params, QuoKA, Tokenizer
-from quest_jax.evals.capture import Captured, capture, listed, mass_kept, probabilities
+from quest_jax.evals.capture import Captured, capture, listed, mass_kept, output_error, probabilities
 from quest_jax.evals.needle import shipped_text
 
 # The first layers spread their attention over everything (Quest leaves them dense), the paper's figures leave them out.
 FIRST_LAYER = 2
+
+
+class Kept(NamedTuple):
+    """What a policy keeps of dense attention, by layer (from the third on), chunk and head, ``[layers, chunks, H]``.
+
+    Attributes:
+      mass: share of the attention, mean over the chunk's queries.
+      error: of the head's output, relative, in the 2-norm over the chunk's queries.
+    """
+
+    mass: np.ndarray
+    error: np.ndarray
 
 
 def prose(tokenizer: Tokenizer, n_tokens: int) -> list[int]:
@@ -50,7 +63,7 @@ def run(
     chunk: int = 128,
     page_size: int = 16,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Kept]:
     """Measures what each policy would keep of dense attention, layer by layer; errors do not add up over layers.
 
     Looked at is every chunk that has more before it than the largest budget, so that all policies leave something out.
@@ -64,7 +77,7 @@ def run(
       progress: called with (layers done, layers in all).
 
     Returns:
-      for every policy the mass kept, ``[layers from the third on, chunks, H]``, averaged over the chunk's queries.
+      what every policy keeps.
     """
     starts = starts_of(len(ids), chunk, max(policy.budget for policy in policies.values()))
     found = capture(params, ids, page_size)
@@ -72,29 +85,32 @@ def run(
     layers = range(min(FIRST_LAYER, params.config.n_layers - 1), params.config.n_layers)
     for done, layer in enumerate(layers):
         for name, policy in policies.items():
-            kept[name].append([_mass(found, layer, start, chunk, policy) for start in starts])
+            kept[name].append([measure(found, layer, start, chunk, policy) for start in starts])
         if progress is not None:
             progress(done + 1, len(layers))
-    return {name: np.asarray(values) for name, values in kept.items()}
+    both = {name: np.asarray(values) for name, values in kept.items()}  # [layers, chunks, 2, H]
+    return {name: Kept(values[:, :, 0], values[:, :, 1]) for name, values in both.items()}
 
 
-def _mass(found: Captured, layer: int, start: int, chunk: int, policy: QuoKA) -> np.ndarray:
+def measure(found: Captured, layer: int, start: int, chunk: int, policy: QuoKA) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mass and error of every head in one layer, for the chunk from ``start`` on."""
     view = found.view(layer, start, start + chunk)
-    return np.asarray(_mass_jit(policy, found.queries[layer][:, start : start + chunk], view))
+    mass, error = _measure(policy, found.queries[layer][:, start : start + chunk], view)
+    return np.asarray(mass), np.asarray(error)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mass_jit(policy, q, view):
+def _measure(policy, q, view):
     attention = probabilities(q, view)
     marks = listed(policy.choose(q, view, None), policy.unit(view.page_size), attention.shape[-1])
-    return mass_kept(attention, marks).mean(axis=-1)
+    return mass_kept(attention, marks).mean(axis=-1), output_error(attention, marks, view)
 
 
-def table(kept: Mapping[str, np.ndarray], n_tokens: int) -> Table:
-    """Lays the means out, with the lowest tenth of heads, layers and chunks."""
+def table(kept: Mapping[str, Kept], n_tokens: int) -> Table:
+    """Lays the means out, with the tenth of heads, layers and chunks that keep least."""
     shown = Table(title=f"attention kept, prose of {n_tokens} tokens, layers from the third on", title_justify="left")
-    for heading in ("prefill", "mean", "10th percentile"):
+    for heading in ("prefill", "mean", "10th percentile", "output error"):
         shown.add_column(heading, justify="left" if heading == "prefill" else "right")
-    for name, values in kept.items():
-        shown.add_row(name, f"{values.mean():.3f}", f"{np.quantile(values, 0.1):.3f}")
+    for name, one in kept.items():
+        shown.add_row(name, f"{one.mass.mean():.3f}", f"{np.quantile(one.mass, 0.1):.3f}", f"{one.error.mean():.3f}")
     return shown
