@@ -110,10 +110,12 @@ def prefill(
       progress: called with (tokens read, tokens in all) after every chunk; not inside ``jit``.
 
     Returns:
-      a state whose ``logits`` predict the first new token.
+      a state whose ``logits`` predict the first new token. Inverse key norms that only the prefill policy needed are
+      dropped from its cache.
 
     Raises:
       TypeError, ValueError: input out of range, before anything is compiled.
+      NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
       MemoryError: the cache does not fit, with the bytes it needs.
 
     Recompiles for another batch size, capacity size, page size, chunk, policy, model or dtype; not for another prompt

@@ -72,6 +72,7 @@ def generate(
     Raises:
       TypeError, ValueError: input out of range, before anything is compiled.
       MemoryError: the cache does not fit.
+      NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
       FloatingPointError: the model's logits are NaN (inside ``jit`` the row just ends).
 
     Works inside ``jax.jit`` too (without ``stop``), as one program. Recompiles as :func:`prefill` does, and inside

@@ -41,11 +41,14 @@ class ReadStats(struct.PyTreeNode):
         return read * self.page_bytes + scored * self.meta_bytes
 
     def bytes_dense(self) -> np.ndarray:
-        """int64 ``[steps, layers, B]``: what dense attention would have read of the same cache."""
+        """int64 ``[steps, layers, B]``: what dense attention would have read in the same steps, of the same chunks."""
         return np.asarray(self.reads.live, np.int64) * self.page_bytes
 
     def share_read(self) -> float:
-        """Bytes read over the bytes of dense attention, all steps, layers and rows."""
+        """Bytes read over the bytes of dense attention, all steps, layers and rows; above 1 where scoring outweighs.
+
+        Of a prompt: over dense attention in the same chunks. In larger chunks any attention reads the cache less often.
+        """
         return float(self.bytes_read().sum() / max(1, self.bytes_dense().sum()))
 
 

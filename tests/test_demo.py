@@ -59,7 +59,7 @@ def test_budgets_and_document_are_the_callers(tmp_path):
     assert lines[2][1:6] == lines[0][1:6]  # a budget above the length is dense: same answer, pages, bytes and share
     found = re.search(r"In (\d+) tokens of Moby-Dick", printed)
     assert found and 600 < int(found.group(1)) <= 900
-    assert "stands at 25%:" in printed
+    assert "a fact is hidden, at 25%:" in printed
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def attention_rows(lengths: Sequence[int], budget: int, rounds: int) -> list[Row
 def prompt_rows(lengths: Sequence[int], budget: int, rounds: int, progress: Callable[[str], None]) -> list[Row]:
     """Times whole prompts of a SmolLM2-shaped model with random weights, from the first chunk to the first logits.
 
-    Beyond 8192 tokens the model's positions are past its training: speed only.
+    Dense attention reads chunks of 256, its default, QuoKA those of its own.
     """
     params, rows, policy = random_params(SMOLLM2), [], QuoKA(budget)
     for length in lengths:
@@ -98,7 +98,7 @@ def prompt_rows(lengths: Sequence[int], budget: int, rounds: int, progress: Call
             progress(f"a prompt of {length} tokens, {name}")
             return prefill(params, prompt, capacity=length, **options[name]).logits
 
-        for name, chosen in options.items():  # compiles for this capacity, in one chunk
+        for name, chosen in options.items():  # compiles the chunk's program for this capacity
             progress(f"compiling for {length} tokens, {name}")
             jax.block_until_ready(prefill(params, [prompt[0][:256]], capacity=length, **chosen).logits)
         seconds = _interleaved({name: functools.partial(run, name) for name in options}, rounds)

@@ -23,7 +23,9 @@ class Decode:
 
     def run(self) -> int:
         """Prints the tables."""
-        _check(self.lengths, 512, self.budget, 16, self.rounds)
+        _check_lengths("--lengths", self.lengths, 512)
+        _check_least("--budget", self.budget, 16)
+        _check_least("--rounds", self.rounds, 1)
         from rich.console import Console
 
         from quest_jax.bench.decode import attention_table, model_table
@@ -59,7 +61,18 @@ class Prefill:
 
     def run(self) -> int:
         """Prints the tables, and writes the rows."""
-        _check(self.lengths + self.prompts, 1024, self.budget, 1, min(self.rounds, self.prompt_rounds))
+        _check_lengths("--lengths", self.lengths, 1024)
+        _check_lengths("--prompts", self.prompts, 1024)
+        _check_least("--budget", self.budget, 1)
+        _check_least("--rounds", self.rounds, 1)
+        _check_least("--prompt-rounds", self.prompt_rounds, 1)
+        if shorter := [length for length in self.lengths if length - 128 <= self.budget]:
+            raise ValueError(
+                f"--lengths: expected more than the budget of {self.budget} and a chunk of 128, got {shorter[0]}: both "
+                "would be dense attention."
+            )
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ValueError(f"--json: expected a file in a folder that exists, got {self.json}.")
         from rich.console import Console
 
         from quest_jax.bench import prefill
@@ -68,7 +81,8 @@ class Prefill:
         console, progress = Console(), stderr_console()
         console.print(_machine_line(self.rounds), highlight=False)
         rows = prefill.attention_rows(self.lengths, self.budget, self.rounds)
-        console.print(prefill.table(rows, "attention of the last chunk of 128 tokens, one layer, float32, batch 1"))
+        if rows:
+            console.print(prefill.table(rows, "attention of the last chunk of 128 tokens, one layer, float32, batch 1"))
         if self.prompts:
             more = prefill.prompt_rows(self.prompts, self.budget, self.prompt_rounds, progress.print)
             console.print(prefill.table(more, "time to the first token, SmolLM2-135M shape, float32, batch 1"))
@@ -83,11 +97,14 @@ class Prefill:
 COMMANDS = {"decode": Decode, "prefill": Prefill}
 
 
-def _check(lengths, multiple, budget, least, rounds):
-    if not lengths or min(lengths) < multiple or any(length % multiple for length in lengths):
-        raise ValueError(f"lengths: expected multiples of {multiple}, got {list(lengths)}.")
-    if budget < least or rounds < 1:
-        raise ValueError(f"expected a budget of at least {least} and rounds of at least 1, got {budget} and {rounds}.")
+def _check_lengths(name: str, lengths: tuple[int, ...], multiple: int) -> None:
+    if wrong := [length for length in lengths if length < multiple or length % multiple]:
+        raise ValueError(f"{name}: expected multiples of {multiple}, got {wrong[0]}.")
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}.")
 
 
 def _machine_line(rounds: int) -> str:

@@ -1,5 +1,19 @@
 """What several commands share."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quest_jax import Params, Tokenizer
 
 Dtype = Literal["float32", "bfloat16"]
+
+
+def load_both(model: str, dtype: Dtype, console: "Console") -> "tuple[Params, Tokenizer]":
+    """Loads weights and tokenizer, with a spinner."""
+    from quest_jax import load, load_tokenizer
+    from quest_jax.progress import working
+
+    with working(f"loading {model}", console):
+        return load(model, dtype=dtype), load_tokenizer(model)

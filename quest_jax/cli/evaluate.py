@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from quest_jax.cli.common import Dtype
+from quest_jax.cli.common import Dtype, load_both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Passkey:
         """Prints the table."""
         from rich.console import Console
 
-        from quest_jax import Quest, load, load_tokenizer
+        from quest_jax import Quest
         from quest_jax.evals import passkey
-        from quest_jax.progress import counting, stderr_console, working
+        from quest_jax.progress import counting, stderr_console
 
         budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
         policies = {"dense": None} | {f"Quest {budget}": Quest(budget=budget) for budget in budgets}
@@ -45,9 +45,7 @@ class Passkey:
             if policy is not None:
                 policy.check(self.page_size)
         console = stderr_console()
-        with working(f"loading {self.model}", console):
-            tokenizer = load_tokenizer(self.model)
-            params = load(self.model, dtype=self.dtype)
+        params, tokenizer = load_both(self.model, self.dtype, console)
         cases = passkey.make_cases(tokenizer, self.tokens, self.cases, self.seed)
         with counting("asking", console) as progress:
             outcomes = passkey.run(
@@ -79,23 +77,20 @@ class Mass:
         """Prints the table."""
         from rich.console import Console
 
-        from quest_jax import QuoKA, load, load_tokenizer
+        from quest_jax import QuoKA
         from quest_jax.evals import mass
-        from quest_jax.progress import counting, stderr_console, working
+        from quest_jax.progress import counting, stderr_console
 
+        if not self.budgets or min(self.budgets) < self.page_size:
+            raise ValueError(f"--budgets: expected at least a page, {self.page_size} tokens, got {list(self.budgets)}.")
+        mass.starts_of(self.tokens, 128, max(self.budgets))
         policies = {
             f"QuoKA {budget}, {unit}s": QuoKA(budget, granularity=unit)
             for unit in ("token", "page")
             for budget in self.budgets
         }
-        if not policies:
-            raise ValueError("budgets: expected at least one, got none.")
-        for policy in policies.values():
-            policy.check(self.page_size)
         console = stderr_console()
-        with working(f"loading {self.model}", console):
-            tokenizer = load_tokenizer(self.model)
-            params = load(self.model, dtype=self.dtype)
+        params, tokenizer = load_both(self.model, self.dtype, console)
         with counting("layers", console) as progress:
             ids = mass.prose(tokenizer, self.tokens)
             kept = mass.run(params, ids, policies, page_size=self.page_size, progress=progress)
@@ -132,16 +127,17 @@ class Needle:
         """Prints the table."""
         from rich.console import Console
 
-        from quest_jax import load, load_tokenizer
         from quest_jax.evals import queries
-        from quest_jax.progress import counting, stderr_console, working
+        from quest_jax.progress import counting, stderr_console
 
-        if not self.budgets or min(self.budgets) < 1 or self.texts < 1 or not 1 <= self.queries <= 128:
-            raise ValueError("expected budgets and texts of at least 1, and 1 to 128 queries.")
+        if not self.budgets or min(self.budgets) < 1:
+            raise ValueError(f"--budgets: expected at least 1 token, got {list(self.budgets)}.")
+        if self.texts < 1 or not 1 <= self.queries <= 128:
+            raise ValueError(
+                f"expected --texts of at least 1 and 1 to 128 --queries, got {self.texts} and {self.queries}."
+            )
         console = stderr_console()
-        with working(f"loading {self.model}", console):
-            tokenizer = load_tokenizer(self.model)
-            params = load(self.model, dtype=self.dtype)
+        params, tokenizer = load_both(self.model, self.dtype, console)
         prompts = [
             prompt for i in range(self.texts) for prompt in queries.make_prompts(tokenizer, self.tokens, 100 * i)
         ]

@@ -36,16 +36,17 @@ class Prompt(NamedTuple):
     answer: list[int]
 
 
-def make_prompts(tokenizer: Tokenizer, n_tokens: int, skip: int = 0) -> list[Prompt]:
+def make_prompts(tokenizer: Tokenizer, n_tokens: int, skip: int = 0, chunk: int = 128) -> list[Prompt]:
     """Hides all facts in the same prose, at a quarter, a half and three quarters, and asks for each.
 
     Args:
       tokenizer: of the model.
       n_tokens: most tokens of a prompt, question included.
       skip: sentences of the shipped text to leave out at its beginning.
+      chunk: tokens at the end that hold the question, and no answer.
 
     Raises:
-      ValueError: the text is too short, or the prompt.
+      ValueError: too few tokens, or more than the text has.
     """
     sentences = split_sentences(shipped_text())[skip:]
     prompts = []
@@ -58,13 +59,21 @@ def make_prompts(tokenizer: Tokenizer, n_tokens: int, skip: int = 0) -> list[Pro
             return " ".join([parts[0], told[0], parts[1], told[1], parts[2], told[2], parts[3]]) + asked.question
 
         low, high = 0, len(sentences)
-        if len(tokenizer.encode(text(high))) < n_tokens or len(tokenizer.encode(text(4))) > n_tokens:
-            raise ValueError(f"tokens: the shipped text makes no prompt of {n_tokens} tokens; ask for another length.")
+        longest = len(tokenizer.encode(text(high)))
+        # The last fact stands at three quarters: a quarter must be longer than the chunk.
+        if not 5 * chunk <= n_tokens <= longest:
+            raise ValueError(
+                f"tokens: expected {5 * chunk} to {longest} after the first {skip} sentences of the shipped text, got "
+                f"{n_tokens}; ask for a length in that range, or fewer texts."
+            )
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if len(tokenizer.encode(text(middle))) <= n_tokens else (low, middle)
         ids = tokenizer.encode(text(low))
-        prompts.append(Prompt(ids, _where(tokenizer, ids, asked.answer)))
+        answer = _where(tokenizer, ids, asked.answer)
+        if not answer or answer[-1] >= len(ids) - chunk:
+            raise ValueError(f"tokens: of {n_tokens} the last {chunk} would hold an answer; ask for more.")
+        prompts.append(Prompt(ids, answer))
     return prompts
 
 
@@ -94,12 +103,20 @@ def run(
     Returns:
       for every rule and budget the share of the answer's tokens that is selected, over the retrieving groups of all
       prompts.
+
+    Raises:
+      ValueError: a budget that holds all that stands before the last chunk.
     """
+    shortest = min(len(prompt.ids) for prompt in prompts) - chunk
+    if max(budgets) >= shortest:
+        raise ValueError(
+            f"budgets: expected less than the {shortest} tokens before the last chunk, got {max(budgets)}."
+        )
     found: dict[str, dict[int, list[float]]] = {rule: {budget: [] for budget in budgets} for rule in RULES}
     for done, prompt in enumerate(prompts):
         seen = capture(params, prompt.ids, page_size)
         start = seen.n_tokens - chunk
-        answer = jnp.asarray([at for at in prompt.answer if at < start])
+        answer = jnp.asarray(prompt.answer)
         groups = _retrieving(params, seen, start, answer)
         for layer, group in groups:
             view, q = seen.view(layer, start, seen.n_tokens), seen.queries[layer][:, start:]

@@ -50,10 +50,15 @@ class Selection(NamedTuple):
 class Policy:
     """Chooses what the queries of a step read. Frozen and hashable: a static argument under ``jit``.
 
-    A method is a subclass in a file of its own with :meth:`choose`, or simpler, of :class:`PagePolicy`.
+    A method is a subclass in a file of its own: of :class:`PagePolicy` where it ranks pages by their metadata, else of
+    this with :meth:`choose`. It lists in ascending order, nothing twice, all that is to be read: the current page or
+    the chunk's tokens too (attention sees to causality). :meth:`unit` says whether pages or tokens are listed. A field
+    ``chunk`` is the size of its prefill steps.
+
+    Attributes:
+      prefills: True in a class whose :meth:`choose` serves the many queries of a chunk, so that it can read prompts.
     """
 
-    # Whether it can choose for the many queries of a prefill chunk.
     prefills: ClassVar[bool] = False
 
     @property
@@ -164,8 +169,8 @@ def checked(policy: Policy | None, page_size: int, prefills: bool = False) -> Po
         )
     if prefills and not policy.prefills:
         raise ValueError(
-            f"prefill_policy: expected one that selects for the queries of a chunk, such as QuoKA(budget=1024), got "
-            f"{policy!r}, which selects for one query; pass it as policy."
+            "prefill_policy: expected one that selects for the queries of a chunk (prefills = True), such as "
+            f"QuoKA(budget=1024), got {policy!r}, which selects for one query; pass it as policy."
         )
     policy.check(page_size)
     return policy

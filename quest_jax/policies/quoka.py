@@ -33,8 +33,10 @@ class QuoKA(Policy):
     4. the ``budget`` keys of highest score, of ties the first, are attended, and the chunk itself, causally.
 
     A step of T queries over L past keys reads the L keys (with their inverse norms, which the cache keeps) to score
-    them, and keys and values of ``budget + T`` tokens to attend. While the past is within the budget it is dense
-    attention. Decoding by this policy is the same with one query; it saves reading values only.
+    them, and keys and values of ``budget + T`` tokens to attend (of ``budget`` where the chunk competes; of whole pages
+    where pages are listed). While the past (the past and the chunk, where it competes) is within the budget it is dense
+    attention. Decoding by this policy is the same with one query: it still reads every key, so at best it halves what
+    dense attention reads.
 
     Attributes:
       budget: past tokens to attend to per KV head.
@@ -48,7 +50,8 @@ class QuoKA(Policy):
       granularity: ``token``; ``page``: pages by the score of their best token, ``budget // page_size`` of them, a form
         that needs no gather of single tokens; ``auto``: pages on a TPU or GPU, tokens elsewhere.
       dense_layers: the first layers attend to everything.
-      sink, recent: tokens at the start and at the end of what is scored that are always taken, within the budget.
+      sink, recent: tokens at the start and at the end of what is scored that are always taken, within the budget; with
+        pages, the pages that hold them.
 
     Raises:
       ValueError, TypeError: a value outside these, or at first use with pages a budget below a page.
@@ -102,11 +105,20 @@ class QuoKA(Policy):
         return self.chunk_mode == "compete"
 
     def check(self, page_size: int) -> None:
-        """Raises ValueError when pages are listed and the budget is below one."""
-        if self.unit(page_size) == page_size and self.budget < page_size:
+        """Raises ValueError when pages are listed, and the budget holds none, or not those of sink and recent."""
+        if self.unit(page_size) != page_size:
+            return
+        if self.budget < page_size:
             raise ValueError(
                 f"QuoKA: expected a budget of at least one page, {page_size} tokens, got {self.budget}; raise it, take "
                 'smaller pages (page_size=), or granularity="token".'
+            )
+        # The recent tokens may begin anywhere in a page.
+        always = -(-self.sink // page_size) + (-(-(self.recent - 1) // page_size) + 1 if self.recent else 0)
+        if always > self.budget // page_size:
+            raise ValueError(
+                f"QuoKA: expected a budget of at least {always} pages of {page_size} tokens for sink {self.sink} and "
+                f"recent {self.recent}, got {self.budget} tokens; raise it, or take fewer."
             )
 
     def unit(self, page_size: int) -> int:
@@ -155,6 +167,11 @@ class QuoKA(Policy):
             )
         else:  # a query twice changes no maximum
             queries = jnp.where(live, queries, queries[:, :, :1])
+        if self.needs_norms and view.norms is None:
+            raise ValueError(
+                "QuoKA: expected a cache with inverse key norms, got one without; prefill drops them after the prompt "
+                "unless the policy for decoding needs them, and init_attention keeps them for the policies it is given."
+            )
         compete, unit = self.chunk_mode == "compete", self.unit(view.page_size)
         ends = view.lengths if compete else view.starts
         scores = token_scores(
@@ -168,7 +185,10 @@ class QuoKA(Policy):
         # Pages that hold a token of the chunk are read with it, the past tokens in them too.
         candidates = -(-ends // unit) if compete else ends // unit
         scores = jnp.where((jnp.arange(scores.shape[-1]) < candidates[:, None])[:, None], scores, -jnp.inf)
-        return _list(scores, candidates, n_tokens, view, unit, min(self.budget // unit, scores.shape[-1]), compete)
+        # A row within the budget is read whole, a last page that is not full included.
+        most = jnp.where(ends <= self.budget, candidates, jnp.minimum(self.budget // unit, candidates))
+        width = min(-(-self.budget // unit), scores.shape[-1])
+        return _list(scores, most, n_tokens, view, unit, width, compete)
 
 
 def pick_queries(
@@ -229,13 +249,13 @@ def _normalise(x):
     return x / jnp.maximum(jnp.sqrt((x * x).sum(axis=-1, keepdims=True)), EPSILON)
 
 
-def _list(scores, candidates, n_tokens, view, unit, width, compete):
-    """Joins the best of the candidates and the chunk into one ascending list."""
+def _list(scores, counts, n_tokens, view, unit, width, compete):
+    """Joins the ``counts`` best, of at most ``width``, and the chunk into one ascending list."""
     rows, lists, room = scores.shape
     used = -(-view.lengths // unit)
     best = largest(scores, width)
     # A score may be anything, NaN of a NaN key included: which entries are live follows from how many there are.
-    live = jnp.arange(width) < jnp.minimum(width, candidates)[:, None, None]
+    live = jnp.arange(width) < counts[:, None, None]
     live, best = jnp.broadcast_to(live, best.shape), best.astype(jnp.int32)
     if not compete:
         chunk = (view.starts // unit)[:, None] + jnp.arange(-(-(n_tokens - 1) // unit) + 1)

@@ -23,8 +23,11 @@ def test_prompts_hold_three_facts_and_say_where_the_answer_stands(tokenizer):
         assert all(text.count(other.answer) == 2 for other in queries.FACTS) and text.endswith(fact.question)
         spelled = tokenizer.decode([prompt.ids[at] for at in prompt.answer])
         assert spelled.replace('"', "").replace(" ", "") == fact.answer * 2
-    with pytest.raises(ValueError, match="the shipped text makes no prompt of 100000 tokens"):
-        queries.make_prompts(tokenizer, 100_000)
+    for wrong in (639, 100_000):
+        with pytest.raises(ValueError, match=rf"tokens: expected 640 to \d+ after the first 0 sentences.* got {wrong}"):
+            queries.make_prompts(tokenizer, wrong)
+    with pytest.raises(ValueError, match="less than the .* tokens before the last chunk, got 1000"):
+        queries.run(load("smollm2-135m"), prompts, (256, 1000))
 
 
 def test_rules_pick_what_they_say():

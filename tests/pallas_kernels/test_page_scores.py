@@ -43,9 +43,9 @@ def test_equals_the_equation(case, reduce, beta):
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "none"])
-@pytest.mark.parametrize("longest", [1, 2048, 2049, 2400, 2401, 4095, 4800])
+@pytest.mark.parametrize("longest", [1, 600, 601, 1200, 1201, 2400, 2401, 4095, 4800])
 def test_large_capacities_are_scored_as_far_as_the_longest_row(longest, reduce):
-    """600 pages are three blocks, the last of them moved back; from half of them on they are scored in one piece."""
+    """600 pages: the smallest of 75, 150, 300, 600 pages that holds the longest row is scored."""
     case = Case(page_size=8, capacity=4800, head_dim=16, lengths=(longest, min(longest, 700), 0))
     filled, q = fill(case), queries(case, 1)[:, 0]
     got = page_scores(q, filled.meta, filled.lengths, page_size=8, reduce=reduce)

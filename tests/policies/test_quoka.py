@@ -66,7 +66,7 @@ def numpy_quoka(policy, q, k, v, past):
         pieces = -(-end // size) if compete else end // size
         best = [max(scores[piece * size : (piece + 1) * size]) for piece in range(pieces)]
         order = sorted(range(pieces), key=lambda piece: (-best[piece], piece))
-        taken.append(set(order[: policy.budget // size]))
+        taken.append(set(order if end <= policy.budget else order[: policy.budget // size]))
         chosen = {at for at in range(len(k)) if at // size in taken[-1]}
         if not compete:
             chosen |= set(range(past // size * size, len(k)))
@@ -224,6 +224,26 @@ def test_a_past_within_the_budget_is_dense_attention(granularity, chunk):
     np.testing.assert_allclose(*outs, atol=1e-5)
 
 
+@pytest.mark.parametrize("granularity", ["token", "page"])
+@pytest.mark.parametrize("length", [33, 40, 47])
+def test_a_row_within_a_budget_that_is_no_multiple_of_a_page_is_read_whole(granularity, length):
+    """Next to a long row, so that not the whole batch is within it."""
+    q, k, v = draw(seed=10)
+    policy = QuoKA(47, n_queries=8, granularity=granularity, chunk_mode="compete")
+    past = length - 32
+    _, out, _ = run(policy, q, k, v, (160, past), (192, length))
+    _, dense, _ = run(quest_jax.QuoKA(192, granularity=granularity), q, k, v, (160, past), (192, length))
+    np.testing.assert_allclose(out[1], dense[1], atol=1e-5)
+
+
+def test_a_cache_without_norms_is_refused():
+    q, k, v = draw(seed=11)
+    state = quest_jax.init_attention(1, KV_HEADS, WIDTH, batch=2, capacity=192)
+    state = quest_jax.extend(state.replace(prefill_policy=POLICIES["default"]), jnp.array([32, 32]))
+    with pytest.raises(ValueError, match="expected a cache with inverse key norms, got one without"):
+        quest_jax.prefill_attention(0, q, k[:, :32], v[:, :32], state)
+
+
 def test_selecting_everything_is_dense_attention_too():
     """Not by the branch that skips selection: one row is long, so the others go through it."""
     q, k, v = draw(seed=6)
@@ -296,3 +316,10 @@ def test_a_budget_below_a_page_is_refused_only_where_pages_are_listed():
     QuoKA(8, granularity="token").check(16)
     with pytest.raises(ValueError, match="at least one page, 16 tokens, got 8"):
         QuoKA(8, granularity="page").check(16)
+
+
+def test_pages_of_sink_and_recent_must_fit():
+    QuoKA(64, granularity="page", sink=16, recent=17).check(16)
+    QuoKA(16, granularity="token", sink=8, recent=8).check(16)
+    with pytest.raises(ValueError, match="at least 2 pages of 16 tokens for sink 8 and recent 1, got 16 tokens"):
+        QuoKA(16, granularity="page", sink=8, recent=1).check(16)

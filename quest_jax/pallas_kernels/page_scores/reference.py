@@ -1,12 +1,15 @@
 """``page_scores`` in plain JAX: the specification, and the path of the CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from quest_jax.pallas_kernels import dispatch
 
-_BLOCK_PAGES = 256
+# A product this small costs no more than choosing a smaller one.
+_LEAST_PAGES = 128
 
 
 @jax.named_scope("page_scores")
@@ -23,30 +26,20 @@ def page_scores(q, meta, lengths, *, page_size, reduce, beta, layer):
     if reduce == "mean":
         # The sum of the heads' bounds is the bound of the summed halves: one product instead of G.
         weights = weights.mean(axis=2, keepdims=True)
-    lists = kv_heads * (1 if reduce == "max" else weights.shape[2])
 
-    def score(first, part):
-        """Scores of ``part``, the pages from ``first`` on."""
-        scores = jnp.einsum("bkgd,bkpd->bkgp", weights, part.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-        scores = scores.max(axis=2) if reduce == "max" else scores.reshape(rows, lists, -1)
-        live = (first + jnp.arange(part.shape[2])) * page_size < lengths[:, None]
-        return jnp.where(live[:, None], scores, -jnp.inf)
+    def score(n_pages):
+        """Scores the first ``n_pages`` pages, and -inf for the others."""
+        part = meta[:, :, :n_pages].astype(jnp.float32)
+        scores = jnp.einsum("bkgd,bkpd->bkgp", weights, part, precision=lax.Precision.HIGHEST)
+        scores = scores.max(axis=2) if reduce == "max" else scores.reshape(rows, -1, n_pages)
+        live = jnp.arange(n_pages) * page_size < lengths[:, None]
+        scores = jnp.where(live[:, None], scores, -jnp.inf)
+        return jnp.pad(scores, ((0, 0), (0, 0), (0, pages - n_pages)), constant_values=-jnp.inf)
 
-    def whole():
-        return score(0, meta)
-
-    def by_block():
-        def block(i, scores):
-            # The last block is moved back to end with the pages; what it scores twice is the same.
-            first = jnp.minimum(i * _BLOCK_PAGES, pages - _BLOCK_PAGES)
-            part = lax.dynamic_slice_in_dim(meta, first, _BLOCK_PAGES, axis=2)
-            return lax.dynamic_update_slice_in_dim(scores, score(first, part), first, axis=2)
-
-        blocks = -(-lengths.max() // (_BLOCK_PAGES * page_size))
-        return lax.fori_loop(0, blocks, block, jnp.full((rows, lists, pages), -jnp.inf))
-
-    # A block is copied before it is scored: worth it while at least half of the capacity is empty. On an accelerator
-    # the length would have to come to the host first.
-    if pages <= 2 * _BLOCK_PAGES or dispatch.current_target().platform != "cpu":
-        return whole()
-    return lax.cond(2 * lengths.max() > pages * page_size, whole, by_block)
+    # A half, a quarter, ... of a large capacity where that holds the longest row. On an accelerator the length would
+    # have to come to the host first.
+    parts = [pages]
+    while parts[0] > _LEAST_PAGES and dispatch.current_target().platform == "cpu":
+        parts.insert(0, -(-parts[0] // 2))
+    smallest = jnp.searchsorted(jnp.array(parts) * page_size, lengths.max())
+    return lax.switch(smallest, [functools.partial(score, n_pages) for n_pages in parts])
