@@ -184,3 +184,38 @@ def test_eval_passkey_prints_a_table(run, model):
     assert (code, err) == (0, "")
     assert "passkey, 3 prompts of 1000 tokens" in out
     assert all(name in out for name in ("dense", "Quest 64", "Quest 2048"))
+
+
+def test_eval_mass_and_needle_print_their_tables(run, model):
+    code, out, _ = run("eval", "mass", "--model", model, "--tokens", 700, "--budgets", 64, 128)
+    assert code == 0 and "output error" in out
+    for name in ("QuoKA 64, tokens", "QuoKA 128, tokens", "QuoKA 64, pages", "QuoKA 128, pages"):
+        assert name in out
+    code, out, _ = run("eval", "needle", "--model", model, "--tokens", 1500, "--texts", 1, "--budgets", 64)
+    assert code == 0 and "3 prompts" in out
+    for rule in ("far", "random", "near", "strided", "last", "all"):
+        assert f"{rule} " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("mass", "--budgets", "8"), "--budgets: expected at least a page, 16 tokens, got [8]."),
+        (("mass", "--tokens", "1000"), "expected a text with a chunk of 128 after more than 1024 tokens"),
+        (("needle", "--budgets", "0"), "--budgets: expected at least 1 token, got [0]."),
+        (("needle", "--texts", "0"), "expected --texts of at least 1 and 1 to 128 --queries, got 0 and 16."),
+        (("needle", "--queries", "129"), "expected --texts of at least 1 and 1 to 128 --queries, got 2 and 129."),
+    ],
+)
+def test_bad_eval_options_are_refused_before_a_model_is_loaded(run, arguments, says):
+    code, out, err = run("eval", *arguments, "--model", "/no/such/model")
+    assert (code, out) == (2, "") and says in err
+
+
+@pytest.mark.parametrize("group", ["eval", "bench"])
+def test_a_group_without_a_command_lists_its_commands(group, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([group])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(command in said for command in cli.GROUPS[group][0])
