@@ -14,22 +14,26 @@ from quest_jax.models import llama
 from quest_jax.pallas_kernels.pages import gather_pages, pool_shape
 from quest_jax.policies.quoka import QuoKA
 
+# Texts are padded to a multiple of this, so that a few lengths share their programs.
+_WIDTH = 256
+
 
 class Captured(NamedTuple):
     """A text as the layers saw it.
 
     Attributes:
-      queries: per layer ``[1, T, H, D]``, rotated.
+      queries: per layer ``[1, T, H, D]``, rotated; past ``n_tokens`` padding.
       state: whose cache holds the keys, their metadata and norms.
+      n_tokens: tokens of the text.
     """
 
     queries: tuple[Float[Array, "1 T H D"], ...]
     state: AttentionState
+    n_tokens: int
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the text."""
-        return self.queries[0].shape[1]
+    def chunk(self, layer: int, start: int, end: int) -> Float[Array, "1 C H D"]:
+        """The queries of the tokens ``[start, end)``."""
+        return jax.lax.dynamic_slice_in_dim(self.queries[layer], start, end - start, axis=1)
 
     def view(self, layer: int, start: int, end: int) -> LayerView:
         """The cache of ``layer`` as it stood when the tokens ``[start, end)`` had just been written."""
@@ -41,27 +45,29 @@ class Captured(NamedTuple):
 
 def capture(params: Params, ids: Sequence[int], page_size: int = 16) -> Captured:
     """Runs ``params`` densely over ``ids`` and keeps the queries of every layer, about 4 T H D bytes each."""
-    config = params.config
+    config, width = params.config, -(-len(ids) // _WIDTH) * _WIDTH
     state = init_attention(
-        config.n_layers, config.n_kv_heads, config.head_dim, batch=1, capacity=len(ids), page_size=page_size,
+        config.n_layers, config.n_kv_heads, config.head_dim, batch=1, capacity=width, page_size=page_size,
         policy=QuoKA(budget=page_size), dtype=params.weights["embed"].dtype,
     )  # fmt: skip
-    return Captured(*_run(params, jnp.asarray([list(ids)], jnp.int32), state))
+    tokens = jnp.zeros((1, width), jnp.int32).at[0, : len(ids)].set(jnp.asarray(list(ids)))
+    queries, state = _run(params, tokens, jnp.array([len(ids)]), state)
+    return Captured(queries, state, len(ids))
 
 
-@functools.partial(jax.jit, donate_argnums=2)
-def _run(params, tokens, state):
+@functools.partial(jax.jit, donate_argnums=3)
+def _run(params, tokens, lengths, state):
     def attend(layer, q, k, v, carry):
         queries, state = carry
         out, state = prefill_attention(layer, q, k, v, state)
         return out, ((*queries, q), state)
 
     positions = jnp.arange(tokens.shape[1])[None]
-    state = extend(state, jnp.array([tokens.shape[1]]))
-    _, carry = llama.apply(params.weights, params.config, tokens, positions, attend, ((), state))
+    _, carry = llama.apply(params.weights, params.config, tokens, positions, attend, ((), extend(state, lengths)))
     return carry
 
 
+@jax.jit
 def probabilities(q: Float[Array, "1 T H D"], view: LayerView) -> Float[Array, "H T L"]:
     """The causal attention of the queries from ``view.starts`` on, over all positions that the row has room for."""
     _, tokens, _, width = q.shape

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
@@ -81,29 +82,31 @@ def run(
     """
     starts = starts_of(len(ids), chunk, max(policy.budget for policy in policies.values()))
     found = capture(params, ids, page_size)
-    kept: dict[str, list] = {name: [] for name in policies}
+    kept = []
     layers = range(min(FIRST_LAYER, params.config.n_layers - 1), params.config.n_layers)
     for done, layer in enumerate(layers):
-        for name, policy in policies.items():
-            kept[name].append([measure(found, layer, start, chunk, policy) for start in starts])
+        kept.append([measure(found, layer, start, chunk, tuple(policies.values())) for start in starts])
         if progress is not None:
             progress(done + 1, len(layers))
-    both = {name: np.asarray(values) for name, values in kept.items()}  # [layers, chunks, 2, H]
-    return {name: Kept(values[:, :, 0], values[:, :, 1]) for name, values in both.items()}
+    values = np.asarray(kept)  # [layers, chunks, policies, mass and error, H]
+    return {name: Kept(values[:, :, i, 0], values[:, :, i, 1]) for i, name in enumerate(policies)}
 
 
-def measure(found: Captured, layer: int, start: int, chunk: int, policy: QuoKA) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mass and error of every head in one layer, for the chunk from ``start`` on."""
-    view = found.view(layer, start, start + chunk)
-    mass, error = _measure(policy, found.queries[layer][:, start : start + chunk], view)
-    return np.asarray(mass), np.asarray(error)
+def measure(found: Captured, layer: int, start: int, chunk: int, policies: tuple[QuoKA, ...]) -> np.ndarray:
+    """Returns ``[policies, 2, H]``: mass and error of every head in one layer, for the chunk from ``start`` on."""
+    q, view = found.chunk(layer, start, start + chunk), found.view(layer, start, start + chunk)
+    return np.asarray(_measure(policies, q, view))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _measure(policy, q, view):
+def _measure(policies, q, view):
     attention = probabilities(q, view)
-    marks = listed(policy.choose(q, view, None), policy.unit(view.page_size), attention.shape[-1])
-    return mass_kept(attention, marks).mean(axis=-1), output_error(attention, marks, view)
+
+    def one(policy):
+        marks = listed(policy.choose(q, view, None), policy.unit(view.page_size), attention.shape[-1])
+        return jnp.stack([mass_kept(attention, marks).mean(axis=-1), output_error(attention, marks, view)])
+
+    return jnp.stack([one(policy) for policy in policies])
 
 
 def table(kept: Mapping[str, Kept], n_tokens: int) -> Table:

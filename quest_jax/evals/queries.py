@@ -117,9 +117,9 @@ def run(
         seen = capture(params, prompt.ids, page_size)
         start = seen.n_tokens - chunk
         answer = jnp.asarray(prompt.answer)
-        groups = _retrieving(params, seen, start, answer)
+        groups = _retrieving(params, seen, answer)
         for layer, group in groups:
-            view, q = seen.view(layer, start, seen.n_tokens), seen.queries[layer][:, start:]
+            view, q = seen.view(layer, start, seen.n_tokens), seen.chunk(layer, start, seen.n_tokens)
             for rule in RULES:
                 key = jax.random.fold_in(jax.random.key(seed), done * 1000 + layer)
                 for budget in budgets:
@@ -154,12 +154,12 @@ def _picks(rule: str, q: jax.Array, count: int, key: jax.Array) -> jax.Array:
     return jnp.broadcast_to(same, (1, heads, same.shape[0]))
 
 
-def _retrieving(params, seen, start, answer) -> list[tuple[int, int]]:
+def _retrieving(params, seen, answer) -> list[tuple[int, int]]:
     """The (layer, KV head) pairs whose heads look at the answer most from the last token."""
     weight = {}
     for layer in range(FIRST_LAYER, params.config.n_layers):
-        view = seen.view(layer, start, seen.n_tokens)
-        attention = probabilities(seen.queries[layer][:, -1:], view._replace(starts=view.lengths - 1))[:, 0]
+        view, last = seen.view(layer, seen.n_tokens - 1, seen.n_tokens), seen.n_tokens - 1
+        attention = probabilities(seen.chunk(layer, last, seen.n_tokens), view)[:, 0]
         by_group = attention[:, answer].sum(axis=-1).reshape(params.config.n_kv_heads, -1).mean(axis=-1)
         weight |= {(layer, group): float(x) for group, x in enumerate(by_group)}
     return sorted(weight, key=lambda pair: -weight[pair])[:N_GROUPS]

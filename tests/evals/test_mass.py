@@ -18,10 +18,10 @@ def test_captured_queries_and_keys_give_the_attention_of_the_model():
     """A prefix sees what the whole text sees of it, and rows of attention are distributions over the past."""
     found, prefix = capture(tiny(), IDS), capture(tiny(), IDS[:120])
     for layer in range(CONFIG.n_layers):
-        np.testing.assert_allclose(found.queries[layer][:, :120], prefix.queries[layer], atol=1e-5)
+        np.testing.assert_allclose(found.chunk(layer, 0, 120), prefix.chunk(layer, 0, 120), atol=1e-5)
     view = found.view(1, 96, 128)
-    attention = np.asarray(probabilities(found.queries[1][:, 96:128], view))
-    assert attention.shape == (CONFIG.n_heads, 32, 208)
+    attention = np.asarray(probabilities(found.chunk(1, 96, 128), view))
+    assert attention.shape == (CONFIG.n_heads, 32, 256)
     np.testing.assert_allclose(attention.sum(axis=-1), 1, rtol=1e-5)
     for t in range(32):
         assert (attention[:, t, 97 + t :] == 0).all() and (attention[:, t, : 97 + t] > 0).all()
@@ -32,8 +32,8 @@ def test_marks_are_the_positions_that_are_listed():
     for granularity, unit in (("token", 1), ("page", 16)):
         policy = QuoKA(32, n_queries=4, granularity=granularity)
         view = found.view(1, 150, 182)
-        selection = policy.choose(found.queries[1][:, 150:182], view, None)
-        marks = np.asarray(listed(selection, unit, 208))
+        selection = policy.choose(found.chunk(1, 150, 182), view, None)
+        marks = np.asarray(listed(selection, unit, 256))
         for head in range(CONFIG.n_kv_heads):
             pages = np.asarray(selection.pages[0, head, : selection.counts[0, head]])
             assert set(np.flatnonzero(marks[head])) == {page * unit + i for page in pages for i in range(unit)}
@@ -46,15 +46,15 @@ def test_a_larger_budget_keeps_more_and_all_keeps_everything():
     assert 0 < kept["1"].mass.mean() < kept["32"].mass.mean() < kept["64"].mass.mean() < 1
     assert kept["1"].error.mean() > kept["32"].error.mean() > kept["64"].error.mean() > 0
     found = capture(tiny(), IDS)
-    share, error = mass.measure(found, 1, 64, 16, QuoKA(64, n_queries=4, granularity="token"))
+    ((share, error),) = mass.measure(found, 1, 64, 16, (QuoKA(64, n_queries=4, granularity="token"),))
     np.testing.assert_allclose(share, 1, atol=1e-6)
     np.testing.assert_allclose(error, 0, atol=1e-6)
 
 
 def test_the_error_is_that_of_attention_over_the_selected_tokens():
     found, policy = capture(tiny(), IDS), QuoKA(32, n_queries=4, granularity="token")
-    _, error = mass.measure(found, 1, 96, 16, policy)
-    view, q = found.view(1, 96, 112), found.queries[1][:, 96:112]
+    ((_, error),) = mass.measure(found, 1, 96, 16, (policy,))
+    view, q = found.view(1, 96, 112), found.chunk(1, 96, 112)
     out, _ = page_attention(q, view.kv, view.starts, view.lengths)
     selection = policy.choose(q, view, None)
     kv, _ = as_tokens(view.kv, None)
@@ -85,10 +85,8 @@ def test_the_error_of_the_output_falls_as_the_budget_grows():
     """On real queries, keys and values."""
     tokenizer, params = load_tokenizer("smollm2-135m"), load("smollm2-135m")
     found = capture(params, mass.prose(tokenizer, 2048))
-    errors = []
-    for budget in (64, 128, 256, 512, 1024, 1920):
-        policy = QuoKA(budget, granularity="token")
-        layers = range(2, params.config.n_layers, 3)
-        errors.append(np.mean([mass.measure(found, layer, 1920, 128, policy)[1] for layer in layers]))
+    policies = tuple(QuoKA(budget, granularity="token") for budget in (64, 128, 256, 512, 1024, 1920))
+    layers = range(2, params.config.n_layers, 3)
+    errors = np.mean([mass.measure(found, layer, 1920, 128, policies)[:, 1] for layer in layers], axis=(0, 2))
     assert (np.diff(errors) < 0).all(), errors
     assert errors[-1] < 1e-5
