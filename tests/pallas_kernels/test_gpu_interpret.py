@@ -185,12 +185,14 @@ def test_the_number_of_splits_does_not_matter_to_several_tokens(splits):
     test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts))
 
 
-def test_pages_after_the_last_query_are_not_read():
-    """A page number out of range would show."""
-    case = Case(dtype="bfloat16", layout="fused", lengths=(128, 128), table=True, group=4)
+def test_pages_after_the_last_query_are_not_attended():
+    """In their place the page table names one that is full of NaN, which weight zero would not hide."""
+    case = Case(dtype="bfloat16", layout="fused", lengths=(128, 128), capacity=256, table=True, group=4)
     filled, q, starts = fill(case), queries(case, 20), jnp.array([10, 61])
     last = (np.asarray(starts) + 19) // case.page_size
-    table = np.where(np.arange(case.pages) <= last[:, None], np.asarray(filled.table), 2**30)
+    table = np.asarray(filled.table)
+    assert np.isnan(np.asarray(filled.kv, np.float32)[:, table[:, -1]]).all()
+    table = np.where(np.arange(case.pages) <= last[:, None], table, table[:, -1:])
     got = attend(case, dataclasses.replace(filled, table=jnp.asarray(table, jnp.int32)), q, starts=starts)
     test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts))
 
