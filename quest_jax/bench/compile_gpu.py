@@ -27,6 +27,7 @@ from quest_jax.models.config import LlamaConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_attention import gpu as attention_kernel
+from quest_jax.pallas_kernels.page_attention.gpu_columns import columns_of
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores.op import Reduce, page_scores
 from quest_jax.pallas_kernels.pages import stored_head_dim
@@ -55,7 +56,7 @@ ARCHITECTURES = {
 
 
 class Attention(NamedTuple):
-    """Sizes of ``page_attention`` for one row: pages of it, pages that each list names (0: dense)."""
+    """Sizes of ``page_attention`` for one row: pages of it, pages that each list names (0: dense), query tokens."""
 
     heads: int
     kv_heads: int
@@ -66,18 +67,28 @@ class Attention(NamedTuple):
     dtype: str = "bfloat16"
     stacked: bool = False
     table: bool = False
+    tokens: int = 1
+
+    @property
+    def pool(self) -> tuple[int, ...]:
+        """Shape of the pool."""
+        stack = [4] if self.stacked else []
+        return (*stack, self.kv_heads, self.pages, self.page_size, _width(self.head_dim))
 
     @property
     def bytes(self) -> int:
-        """Keys and values that are read."""
+        """Keys and values that are read, once: every tile of a chunk's queries reads them again."""
         return self.kv_heads * (self.listed or self.pages) * self.page_size * _width(self.head_dim) * 2
 
     @property
     def shared(self) -> int:
         """Shared memory of a thread block."""
         stored = _width(self.head_dim) // 2
-        divided = attention_kernel.cut(self.kv_heads, self.listed or self.pages, self.page_size, stored)
-        return attention_kernel.shared_bytes(divided, stored)
+        step = attention_kernel.step_tokens(self.page_size)
+        columns = columns_of(self.tokens, self.heads // self.kv_heads, stored, step)
+        tiles = self.kv_heads * columns.tiles
+        divided = attention_kernel.cut(tiles, self.listed or self.pages, self.page_size, stored)
+        return attention_kernel.shared_bytes(divided, stored, columns)
 
 
 class Scores(NamedTuple):
@@ -106,6 +117,13 @@ PROGRAMS: dict[str, Attention | Scores] = {
     "attention, 16/2 heads, D 256, 64 of 512 pages of 32": Attention(16, 2, 256, 32, 512, 64),
     "attention, 32/8 heads, D 80, 64 of 512 pages of 16": Attention(32, 8, 80, 16, 512, 64, table=True),
     "attention, 32/8 heads, D 96, all 512 pages of 16, float16": Attention(32, 8, 96, 16, 512, 0, "float16", True),
+    "chunk of 128, 32/8 heads, D 128, 128 of 2048 pages of 16": Attention(32, 8, 128, 16, 2048, 128, tokens=128),
+    "chunk of 128, 32/8 heads, D 128, all 2048 pages of 16": Attention(32, 8, 128, 16, 2048, 0, table=True, tokens=128),
+    "chunk of 128, 32/8 heads, D 64, 64 of 512 pages of 32": Attention(32, 8, 64, 32, 512, 64, "float16", tokens=128),
+    "chunk of 128, 9/3 heads, D 64, all 512 pages of 16": Attention(9, 3, 64, 16, 512, 0, stacked=True, tokens=128),
+    "chunk of 128, 16/2 heads, D 256, 64 of 512 pages of 32": Attention(16, 2, 256, 32, 512, 64, tokens=128),
+    "chunk of 128, 16/2 heads, D 256, all 512 pages of 16": Attention(16, 2, 256, 16, 512, 0, tokens=128),
+    "chunk of 5, 32/8 heads, D 128, all 256 pages of 128": Attention(32, 8, 128, 128, 256, 0, tokens=5),
     "scores, 32/8 heads, D 128, 2048 pages, mean": Scores(32, 8, 128, 2048, "mean"),
     "scores, 32/8 heads, D 128, 2048 pages, none": Scores(32, 8, 128, 2048, "none"),
     "scores, 64/8 heads, D 128, 2048 pages, max": Scores(64, 8, 128, 2048, "max"),
@@ -210,10 +228,8 @@ def kernel(compiled: Callable, sizes: Attention | Scores):
         run = functools.partial(page_scores, page_size=16, reduce=sizes.reduce, implementation="mosaic_gpu")
         meta = shape(jnp.float32, 1, sizes.kv_heads, sizes.pages, _width(sizes.head_dim))
         return compiled(run, shape(jnp.bfloat16, 1, sizes.heads, sizes.head_dim), meta, ints(1))
-    stack = [4] if sizes.stacked else []
-    pool = (sizes.kv_heads, sizes.pages, sizes.page_size, _width(sizes.head_dim))
     operands = {
-        "q": shape(sizes.dtype, 1, 1, sizes.heads, sizes.head_dim), "kv": shape(sizes.dtype, *stack, *pool),
+        "q": shape(sizes.dtype, 1, sizes.tokens, sizes.heads, sizes.head_dim), "kv": shape(sizes.dtype, *sizes.pool),
         "starts": ints(1), "lengths": ints(1),
     }  # fmt: skip
     if sizes.table:
@@ -222,6 +238,14 @@ def kernel(compiled: Callable, sizes: Attention | Scores):
         operands |= {"pages": ints(1, sizes.kv_heads, sizes.listed), "counts": ints(1, sizes.kv_heads)}
     layer = 2 if sizes.stacked else None
     return compiled(lambda given: page_attention(**given, layer=layer, implementation="mosaic_gpu"), operands)
+
+
+def chunk_facts(program: Any, sizes: Attention) -> dict[str, list[str]]:
+    """Launches of a program of several query tokens, and what in it copies the pool."""
+    text = _text(program)
+    # As the op has it, and as the kernel reads it.
+    pools = [shape(sizes.dtype, *sizes.pool), shape(sizes.dtype, math.prod(sizes.pool[:-2]), *sizes.pool[-2:])]
+    return {"launches": launches(text), "cache_copies": _producers(text, pools, r"[a-z\-]+")}
 
 
 def chain(compiled):
@@ -288,15 +312,15 @@ def device_check_programs(compiled: Callable) -> list[str]:
 def main(architecture: str) -> None:
     """Compiles everything, printing ``PROGRAM name`` before each program and at the end the facts as one line of JSON.
 
-    The facts are: ``chain``, launches of score, select, attend; ``step`` and ``step of head dim 80``; the launches of
-    ``stable`` and ``129 of them``, selections that are no fast ones; ``one row``, what a product of one row makes of a
-    weight; and for 9.0 ``device check``, names of its programs.
+    The facts are: ``chunks``, by program; ``chain``, launches of score, select, attend; ``step`` and ``step of head dim
+    80``; the launches of ``stable`` and ``129 of them``, selections that are no fast ones; ``one row``, what a product
+    of one row makes of a weight; and for 9.0 ``device check``, names of its programs.
     """
     device = device_of(architecture)
     capability, name = ARCHITECTURES[architecture].capability, ARCHITECTURES[architecture].name
     assert dispatch.target_of(device) == dispatch.Target("gpu", name, capability)
     compiled = functools.partial(compile_for, device)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"chunks": {}}
 
     def begin(title):
         sys.stdout.write(f"PROGRAM {title}\n")
@@ -305,7 +329,9 @@ def main(architecture: str) -> None:
     with dispatch.target("gpu", name, capability):
         for title, sizes in PROGRAMS.items():
             begin(title)
-            kernel(compiled, sizes)
+            program = kernel(compiled, sizes)
+            if isinstance(sizes, Attention) and sizes.tokens > 1:
+                result["chunks"][title] = chunk_facts(program, sizes)
         begin("chain")
         result["chain"] = launches(_text(chain(compiled)))
         begin("decode step of two layers")

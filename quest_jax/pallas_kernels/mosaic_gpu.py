@@ -21,7 +21,7 @@ EMPTY = -1e30
 
 
 class Layouts(NamedTuple):
-    """Where the elements of ``left [M, K] @ right [K, 8] -> sum [M, 8]`` lie among the 128 threads."""
+    """Where the elements of ``left [M, K] @ right [K, N] -> sum [M, N]`` lie among the 128 threads."""
 
     left: Any
     right: Any
@@ -42,8 +42,6 @@ def why_not_device(call: Call) -> str | None:
     if call.compute_capability < (8, 0):
         major, minor = call.compute_capability
         return f"it needs compute capability 8.0 (Ampere) or newer, {call.device_kind!r} has {major}.{minor}."
-    if call.query_tokens != 1:
-        return f"it serves one query token a row (decoding), got {call.query_tokens}."
     if call.group > GROUP:
         return f"it serves up to {GROUP} query heads per KV head, got {call.group}."
     if call.head_dim % TILE:

@@ -37,6 +37,16 @@ class TestEveryArchitecture:
         assert {re.match(r"\d+", kernel.target)[0] for kernel in kernels} == {architecture}
         assert [kernel for kernel in kernels if kernel.spilled or kernel.registers > 255] == []
 
+    def test_a_chunk_of_queries_is_served_and_copies_no_cache(self, architecture):
+        result, kernels = compiled(architecture)
+        chunks = [title for title, sizes in compile_gpu.PROGRAMS.items() if getattr(sizes, "tokens", 1) > 1]
+        assert sorted(result["chunks"]) == sorted(chunks) and len(chunks) >= 6
+        assert {kernel.program for kernel in kernels if kernel.name == "page_attention"} >= set(chunks)
+        for title, facts in result["chunks"].items():
+            attention = [launch for launch in facts["launches"] if "mosaic_gpu" in launch]
+            assert len(attention) in (1, 2), (title, attention)
+            assert facts["cache_copies"] == [], title
+
     def test_score_select_attend_is_seven_launches(self, architecture):
         """Six, and one for the counts, which a whole decode step computes once for all layers."""
         ran = compiled(architecture)[0]["chain"]

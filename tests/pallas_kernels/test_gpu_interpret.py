@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_attention import gpu as attention_gpu
+from quest_jax.pallas_kernels.page_attention.gpu_columns import columns_of, pack, unpack
 from quest_jax.pallas_kernels.page_attention.op import IMPLEMENTATIONS as ATTENTION
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.page_scores import gpu as scores_gpu
@@ -134,13 +135,93 @@ def test_a_query_in_the_middle_sees_nothing_after_it():
     test_page_attention.check(case, dense, test_page_attention.reference(case, q, filled, starts))
 
 
+CHUNKS = [
+    # (case, query tokens, positions of the first ones): chunks that end with their row, in its middle, and after it
+    # (padding tokens), that are nothing but padding, and rows without a token.
+    (Case(dtype="bfloat16", lengths=(100, 40, 20), group=3, table=True), 23, (77, 9, 5)),
+    (Case(dtype="bfloat16", lengths=(100, 40, 0), group=1, layers=2), 70, (30, 0, 0)),
+    (Case(dtype="bfloat16", lengths=(90, 33), group=4, head_dim=128), 17, (73, 33)),
+    (Case(dtype="bfloat16", lengths=(90, 128), group=8, page_size=8, kv_heads=1), 16, (60, 112)),
+    (Case(dtype="bfloat16", lengths=(200,), group=7, page_size=128, capacity=256, table=True), 11, (121,)),
+    (Case(dtype="bfloat16", lengths=(70, 41), group=2, head_dim=256, kv_heads=1, page_size=32), 20, (50, 30)),
+    (Case(dtype="bfloat16", lengths=(60, 17), group=3, head_dim=80, padded=True), 2, (58, 3)),
+    (Case(dtype="float16", lengths=(100, 64), group=4, table=True, layers=2), 19, (81, 40)),
+    (Case(dtype="float16", lengths=(50, 31), group=8, head_dim=128, kv_heads=1), 5, (45, 30)),
+]
+CHUNKS = [(dataclasses.replace(case, layout="fused"), tokens, np.array(starts)) for case, tokens, starts in CHUNKS]
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["dense", "listed"])
+@pytest.mark.parametrize(("case", "tokens", "starts"), CHUNKS, ids=str)
+def test_several_tokens_are_causal(case, tokens, starts, listed):
+    assert attention_gpu.why_not(call_of(case, query_tokens=tokens)) is None
+    filled, q = fill(case), queries(case, tokens)
+    pages, counts = lists_of(case, per_head=case.group % 2 == 0) if listed else (None, None)
+    got = attend(case, filled, q, pages, counts, starts=jnp.asarray(starts))
+    assert got[0].dtype == q.dtype
+    expected = test_page_attention.reference(case, q, filled, starts, pages, counts)
+    test_page_attention.check(case, got, expected)
+    unseen = np.isneginf(expected[1])
+    assert not np.asarray(got[0])[unseen].any()
+    padding = starts[:, None] + np.arange(tokens) >= np.asarray(case.lengths)[:, None]
+    assert unseen[padding].all()
+
+
+def test_the_chunks_cover_tiles_and_padding():
+    widths, past = set(), 0
+    for case, tokens, starts in CHUNKS:
+        columns = columns_of(tokens, case.group, case.stored, max(64, case.page_size))
+        widths.add(columns.width)
+        past += (starts + tokens > np.asarray(case.lengths)).sum()
+    assert widths == {8, 32, 64} and past >= 6
+    assert {case.group for case, *_ in CHUNKS} >= {1, 3, 4, 8}
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_the_number_of_splits_does_not_matter_to_several_tokens(splits):
+    case = Case(dtype="bfloat16", layout="fused", lengths=(300, 64, 0), capacity=320, kv_heads=1, group=3)
+    filled, q, starts = fill(case), queries(case, 30), jnp.array([270, 40, 0])
+    got = attend(case, filled, q, starts=starts, splits=splits)
+    test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts))
+
+
+def test_pages_after_the_last_query_are_not_attended():
+    """In their place the page table names one that is full of NaN, which weight zero would not hide."""
+    case = Case(dtype="bfloat16", layout="fused", lengths=(128, 128), capacity=256, table=True, group=4)
+    filled, q, starts = fill(case), queries(case, 20), jnp.array([10, 61])
+    last = (np.asarray(starts) + 19) // case.page_size
+    table = np.asarray(filled.table)
+    assert np.isnan(np.asarray(filled.kv, np.float32)[:, table[:, -1]]).all()
+    table = np.where(np.arange(case.pages) <= last[:, None], table, table[:, -1:])
+    got = attend(case, dataclasses.replace(filled, table=jnp.asarray(table, jnp.int32)), q, starts=starts)
+    test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts))
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(2, 1), (23, 3), (128, 4), (40, 7), (9, 8)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_hold_every_query_once(tokens, group, head_dim):
+    columns = columns_of(tokens, group, head_dim, 64)
+    held = np.arange(columns.tiles * columns.width).reshape(columns.tiles, columns.width)
+    assert held.size - columns.width < tokens * group <= held.size
+    for tile, ids in enumerate(held):
+        token = ids[ids < tokens * group] // group
+        assert (columns.first_token(tile), columns.last_token(tile)) == (token.min(), token.max())
+    q = jnp.arange(2 * tokens * 3 * group * 2).reshape(2, tokens, 3 * group, 2)
+    packed = pack(q, 3, columns)
+    assert packed.shape == (2 * 3 * columns.tiles, columns.width, 2)
+    np.testing.assert_array_equal(unpack(packed, 2, 3, columns), q)
+    np.testing.assert_array_equal(packed[columns.tiles, 0], q[0, 0, group])  # the second list begins with its own head
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_unused_memory_does_not_leak(poison):
+def test_unused_memory_does_not_leak(poison, tokens):
     case = Case(dtype="bfloat16", layout="fused", lengths=(32, 65, 15), kv_heads=1)
-    q = queries(case, 1)
+    q = queries(case, tokens)
     clean, dirty = fill(case, poison=0.0), fill(case, poison=poison)
     assert not np.isfinite(np.asarray(dirty.kv, np.float32)).all()
-    for a, b in zip(attend(case, dirty, q), attend(case, clean, q), strict=True):
+    starts = clean.lengths - tokens
+    for a, b in zip(attend(case, dirty, q, starts=starts), attend(case, clean, q, starts=starts), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -164,6 +245,18 @@ def test_nan_in_a_real_key_shows_exactly_where_it_is_seen(splits, listed):
     np.testing.assert_array_equal(out, np.broadcast_to(expected[..., None], out.shape))
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_in_a_real_key_is_not_seen_before_it(splits):
+    case = Case(dtype="bfloat16", layout="fused", lengths=(100, 100), capacity=128)
+    filled, q, starts = fill(case), queries(case, 40), jnp.array([0, 0])
+    attended = dataclasses.replace(filled, kv=with_nan_key(filled))
+    out, lse = (np.isnan(x) for x in attend(case, attended, q, starts=starts, splits=splits))
+    expected = sees_nan_key(case, starts, 40)
+    assert expected[0, 5:, 0].all() and not expected[0, :5].any()
+    np.testing.assert_array_equal(lse, expected)
+    np.testing.assert_array_equal(out, np.broadcast_to(expected[..., None], out.shape))
+
+
 @pytest.mark.parametrize(
     ("case", "splits", "listed"),
     [
@@ -182,13 +275,24 @@ def test_no_race(case, splits, listed):
     test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts, pages, counts))
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_several_tokens_have_no_race(splits):
+    case = Case(dtype="bfloat16", layout="fused", table=True, lengths=(200, 30), capacity=256, group=3, kv_heads=1)
+    filled, q, starts = fill(case), queries(case, 23), jnp.array([177, 20])
+    got = []
+    assert not raced(lambda: got.extend(attend(case, filled, q, starts=starts, splits=splits, interpret=RACES)))
+    test_page_attention.check(case, got, test_page_attention.reference(case, q, filled, starts))
+
+
+@pytest.mark.parametrize("tokens", [1, 23])
 @pytest.mark.parametrize(("removed", "length"), [("barrier_wait", 60), ("commit_smem", 200)])
-def test_a_planted_race_is_found(monkeypatch, removed, length):
+def test_a_planted_race_is_found(monkeypatch, removed, length, tokens):
     """Without the wait, a step reads what is still being copied; without the commit, a copy overtakes the last read."""
     monkeypatch.setattr(attention_gpu.plgpu, removed, lambda *args: None)
     case = Case(dtype="bfloat16", layout="fused", lengths=(length,), capacity=256, kv_heads=1)
-    filled, q = fill(case), queries(case, 1)
-    assert raced(lambda: attend(case, filled, q, splits=1, interpret=RACES))
+    filled, q = fill(case), queries(case, tokens)
+    starts = filled.lengths - tokens
+    assert raced(lambda: attend(case, filled, q, starts=starts, splits=1, interpret=RACES))
 
 
 def raced(run) -> bool:
@@ -237,7 +341,7 @@ def test_scores_have_no_race():
         ({"platform": "cpu"}, "needs an NVIDIA GPU, got platform 'cpu'"),
         ({"compute_capability": None, "device_kind": "gfx942"}, "'gfx942' has no CUDA compute capability"),
         ({"compute_capability": (7, 5), "device_kind": "T4"}, "8.0 .Ampere. or newer, 'T4' has 7.5"),
-        ({"query_tokens": 5}, "one query token a row"),
+        ({"query_tokens": 5, "head_dim": 384, "page_size": 64}, "the queries of several tokens, do not fit in 96 KiB"),
         ({"group": 9}, "up to 8 query heads"),
         ({"head_dim": 96}, "multiple of 64, got 96"),
         ({"dtype": "float32"}, "bfloat16 or float16, got float32"),
@@ -247,6 +351,9 @@ def test_scores_have_no_race():
         ({"page_size": 8, "compute_capability": (8, 9)}, "page_size . head_dim of at least 1024"),
         ({}, None),
         ({"page_size": 8}, None),
+        ({"query_tokens": 5}, None),
+        ({"query_tokens": 128, "head_dim": 256, "page_size": 64}, None),
+        ({"query_tokens": 1, "head_dim": 384, "page_size": 64}, None),
         ({"compute_capability": (12, 0), "head_dim": 256, "page_size": 64}, None),
     ],
 )
