@@ -1,7 +1,6 @@
 """What reading a prompt costs: one chunk's attention in one layer, and a whole prompt, dense against QuoKA."""
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -101,7 +100,7 @@ def prompt_rows(lengths: Sequence[int], budget: int, rounds: int, progress: Call
         for name, chosen in options.items():  # compiles the chunk's program for this capacity
             progress(f"compiling for {length} tokens, {name}")
             jax.block_until_ready(prefill(params, [prompt[0][:256]], capacity=length, **chosen).logits)
-        seconds = _interleaved({name: functools.partial(run, name) for name in options}, rounds)
+        seconds = time_interleaved({name: functools.partial(run, name) for name in options}, rounds, warm=True)
         shape = Shape(SMOLLM2.n_heads, SMOLLM2.n_kv_heads, SMOLLM2.head_dim)
         ends = range(policy.chunk, length + 1, policy.chunk)
         dense, ours = (sum(work) for work in zip(*(_operations(shape, end, policy) for end in ends), strict=True))
@@ -176,14 +175,3 @@ def _rows(shape: str, length: int, policy: QuoKA, seconds: dict[str, float], wor
         method = f"QuoKA {budget}" if budget else name
         rows.append(Row(shape, length, "float32", method, budget, 1e3 * value, ratio, model, ratio / model))
     return rows
-
-
-def _interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Medians without a warming run, which would take minutes."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times[name].append(time.perf_counter() - start)
-    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}

@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping
 import jax
 
 
-def time_interleaved(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def time_interleaved(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, *, warm: bool = False
+) -> dict[str, float]:
     """Runs every candidate once per round, after one run to compile and warm up.
 
     Args:
       candidates: name to a call whose result is waited for.
       rounds: runs of each.
+      warm: they are compiled already; the first run would take minutes.
 
     Returns:
       median wall time of each, in seconds. Only ratios within one result mean anything.
     """
-    for call in candidates.values():
+    for call in () if warm else candidates.values():
         jax.block_until_ready(call())
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
