@@ -5,7 +5,11 @@ import os
 # Before anything imports jax: an installed CUDA or TPU plugin must not probe for its device.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import itertools
+import pathlib
+
 import hypothesis
+import jax
 import jaxtyping
 import pytest
 
@@ -17,6 +21,19 @@ jaxtyping.install_import_hook("quest_jax", "beartype.beartype")
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+# Linux gives a process 65,530 memory maps and XLA's CPU client takes several for every compiled program; where they run
+# out, the process dies. Half of a whole run would need more. Counting reads a long file: not after every test.
+MAPS = pathlib.Path("/proc/self/maps")
+tests_run = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def forget_programs():
+    yield
+    if next(tests_run) % 16 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture
