@@ -176,43 +176,57 @@ def decode_attention(layer, q, k, v, state):
 def _attend_by(policy, layer, q, k, v, state):
     state = _append(layer, q, k, v, state)
     cache = state.cache
+    norms = None if cache.norms is None else cache.norms[layer]
+    view = LayerView(cache.kv[layer], cache.meta[layer], norms, state.starts, cache.lengths, cache.page_table)
     unit = policy.unit(cache.page_size)
-    live = -(-cache.lengths // unit) * k.shape[2]
-    nothing = jnp.zeros_like(live)
 
-    def whole():
+    def whole(lengths):
+        live = -(-lengths // unit) * k.shape[2]
         out, _ = page_attention(
-            q, cache.kv[layer], state.starts, cache.lengths, cache.page_table, implementation=state.implementation
+            q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation
         )
-        return out, (live, live, nothing, nothing == 0)
+        return out, PageReads(live, live, jnp.zeros_like(live), jnp.ones_like(live, bool))
 
     def selected():
-        norms = None if cache.norms is None else cache.norms[layer]
-        view = LayerView(cache.kv[layer], cache.meta[layer], norms, state.starts, cache.lengths, cache.page_table)
-        selection = policy.choose(q, view, state.implementation)
-        kv, table = (view.kv, view.page_table) if unit == cache.page_size else as_tokens(view.kv, view.page_table)
-        out, lse = page_attention(
-            q, kv, view.starts, view.lengths, table,
-            pages=selection.pages, counts=selection.counts, implementation=state.implementation,
-        )  # fmt: skip
-        if policy.adds_own:
-            token = view.starts[:, None] + jnp.arange(q.shape[1])  # [B, T]
-            listed = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
-            listed = (listed[:, None] & (selection.pages[:, None] == token[:, :, None, None] // unit)).any(
-                axis=-1
-            )  # [B, T, lists]
-            out = _add_own(out, lse, q, k, v, listed | (token >= view.lengths[:, None])[..., None])
-        scored = policy.scored(view.starts, view.lengths, cache.page_size) * k.shape[2]
-        every = (selection.counts == -(-view.lengths // unit)[:, None]).all(axis=-1)
-        return out, (selection.counts.sum(axis=-1), live, scored, every)
+        return _attend_selected(policy, q, k, v, view, state.implementation)
 
-    if policy.is_dense(layer, cache.pages_per_row, cache.page_size):
-        out, counts = whole()
-    elif (covered := policy.covers(state.starts, cache.lengths)) is None:
+    if policy.is_dense(layer, view):
+        out, counts = whole(view.lengths)
+    elif (covered := policy.covers(view)) is None:
         out, counts = selected()
     else:
-        out, counts = lax.cond(covered, whole, selected)
-    return out, _record(state, layer, *counts)
+        # Each row by its own length: what is read for it does not depend on the rows beside it.
+        nothing = jnp.zeros_like(q), init_reads(len(view.lengths))
+        dense = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
+        sparse = lax.cond(covered.all(), lambda: nothing, selected)
+        out, counts = jax.tree.map(
+            lambda one, other: jnp.where(covered.reshape(-1, *(1,) * (one.ndim - 1)), one, other), dense, sparse
+        )
+    return out, _record(state, layer, counts)
+
+
+def _attend_selected(policy, q, k, v, view, implementation):
+    unit = policy.unit(view.page_size)
+    selection = policy.choose(q, view, implementation)
+    kv, table = (view.kv, view.page_table) if unit == view.page_size else as_tokens(view.kv, view.page_table)
+    out, lse = page_attention(
+        q, kv, view.starts, view.lengths, table,
+        pages=selection.pages, counts=selection.counts, implementation=implementation,
+    )  # fmt: skip
+    if policy.adds_own:
+        token = view.starts[:, None] + jnp.arange(q.shape[1])  # [B, T]
+        listed = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
+        listed = (listed[:, None] & (selection.pages[:, None] == token[:, :, None, None] // unit)).any(
+            axis=-1
+        )  # [B, T, lists]
+        out = _add_own(out, lse, q, k, v, listed | (token >= view.lengths[:, None])[..., None])
+    live = -(-view.lengths // unit)
+    return out, PageReads(
+        read=selection.counts.sum(axis=-1),
+        live=live * k.shape[2],
+        scored=policy.scored(view.starts, view.lengths, view.page_size) * k.shape[2],
+        whole=(selection.counts == live[:, None]).all(axis=-1),
+    )
 
 
 def _add_own(out, lse, q, k, v, listed):
@@ -250,7 +264,7 @@ def _with(layers, layer, new):
     return (*layers[:layer], new, *layers[layer + 1 :])
 
 
-def _record(state, layer, *counts):
+def _record(state, layer, counts):
     active = state.cache.lengths > state.starts
-    new = PageReads(*(jnp.where(active, count, jnp.zeros_like(count)) for count in counts))
+    new = jax.tree.map(lambda count: jnp.where(active, count, jnp.zeros_like(count)), counts)
     return state.replace(reads=jax.tree.map(lambda old, row: old.at[layer].set(row), state.reads, new))

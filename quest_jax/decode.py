@@ -97,7 +97,8 @@ def prefill(
       lengths: real tokens of each row of an array; the rest is padding.
       capacity: tokens each row must have room for, prompt included. None: the prompt and 256 more. Rounded up to one
         of four sizes per octave.
-      budget: tokens that a decode step reads, by Quest with its defaults. None is dense.
+      budget: tokens that a decode step reads, by ``Quest(budget, dense_below="auto")``: rows so short that reading all
+        of them is faster are read whole. None is dense.
       policy: another policy, instead of ``budget``.
       prefill_budget: past tokens that a chunk of the prompt reads, by QuoKA with its defaults. None is dense.
       prefill_policy: another policy for the prompt, instead of ``prefill_budget``.

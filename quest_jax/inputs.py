@@ -113,7 +113,9 @@ def as_policy(budget: Any, policy: Any, page_size: int) -> Policy:
     as_size("page_size", page_size)
     if policy is not None and budget is not None:
         raise ValueError(f"expected budget or policy, got both (budget={budget!r}); put the budget into the policy.")
-    return checked(policy if budget is None else Quest(budget=as_size("budget", budget)), page_size)
+    # A budget leaves the means to the library, a policy is what was asked for by name.
+    policy = policy if budget is None else Quest(budget=as_size("budget", budget), dense_below="auto")
+    return checked(policy, page_size)
 
 
 def as_prefill_policy(budget: Any, policy: Any, page_size: int) -> Policy:

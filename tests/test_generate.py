@@ -19,6 +19,7 @@ from tests.models_for_tests import CONFIG, tiny
 generate = functools.partial(quest_jax.generate, capacity=256, chunk=16)
 prefill = functools.partial(quest_jax.prefill, capacity=256, chunk=16)
 RNG = np.random.default_rng(0)
+SPARSE = quest_jax.Quest(32)  # by name: always selects, as a budget would not for texts this short
 PROMPTS = [RNG.integers(0, CONFIG.vocab_size, n).tolist() for n in (70, 5, 33, 17, 1, 16)]
 
 
@@ -71,20 +72,20 @@ def test_chunks_of_any_size_give_the_same_state(chunk):
     chex.assert_trees_all_equal(pieces.attention.cache.meta, quest_jax.rebuild_metadata(pieces.attention.cache))
 
 
-@pytest.mark.parametrize("budget", [None, 32])
-def test_each_row_of_a_ragged_batch_equals_its_single_run(budget):
+@pytest.mark.parametrize("policy", [None, SPARSE])
+def test_each_row_of_a_ragged_batch_equals_its_single_run(policy):
     params = tiny()
-    batch = generate(params, PROMPTS, budget=budget, max_new_tokens=10)
-    state = prefill(params, PROMPTS, budget=budget)
+    batch = generate(params, PROMPTS, policy=policy, max_new_tokens=10)
+    state = prefill(params, PROMPTS, policy=policy)
     for row, prompt in enumerate(PROMPTS):
-        alone = generate(params, [prompt], budget=budget, max_new_tokens=10)
+        alone = generate(params, [prompt], policy=policy, max_new_tokens=10)
         assert alone.tokens[0].tolist() == batch.tokens[row].tolist(), row
-        single = prefill(params, [prompt], budget=budget)
+        single = prefill(params, [prompt], policy=policy)
         np.testing.assert_allclose(state.logits[row], single.logits[0], atol=1e-4)
 
 
 def test_equal_prompts_are_answered_equally_wherever_they_stand():
-    out = generate(tiny(), [PROMPTS[2]] * 3, budget=32, max_new_tokens=10)
+    out = generate(tiny(), [PROMPTS[2]] * 3, policy=SPARSE, max_new_tokens=10)
     assert out.tokens[0].tolist() == out.tokens[1].tolist() == out.tokens[2].tolist()
 
 
@@ -101,7 +102,7 @@ def test_a_budget_that_holds_everything_gives_dense_tokens_and_logits(budget):
 
 
 def test_stats_are_those_of_the_pages_read():
-    out = generate(tiny(), [PROMPTS[0]], budget=32, max_new_tokens=20)
+    out = generate(tiny(), [PROMPTS[0]], policy=SPARSE, max_new_tokens=20)
     stats = out.stats
     assert stats.pages_read.shape == (20, CONFIG.n_layers, 1)
     used = -(-(70 + 1 + np.arange(20)) // 16)
@@ -117,7 +118,7 @@ def test_stats_are_those_of_the_pages_read():
 
 def test_poisoned_memory_changes_nothing():
     params = tiny()
-    state = prefill(params, PROMPTS[:3], budget=32)
+    state = prefill(params, PROMPTS[:3], policy=SPARSE)
     cache = state.attention.cache
     real = token_slots(cache)
     dirty = cache.replace(
@@ -151,12 +152,12 @@ def test_a_row_ends_at_eos_and_the_others_go_on():
 
 def test_one_program_for_lengths_temperatures_seeds_and_numbers_of_tokens():
     params = tiny()
-    generate(params, [PROMPTS[0]], budget=32, temperature=0.7, top_p=0.9, max_new_tokens=40)
+    generate(params, [PROMPTS[0]], policy=SPARSE, temperature=0.7, top_p=0.9, max_new_tokens=40)
     before = _decode_block_jit._cache_size(), _prefill_chunk_jit._cache_size()
     for length, temperature, top_p, seed, new in ((66, 1.3, 0.5, 7, 33), (128, 0.1, 1.0, 8, 70), (100, 2.0, 0.1, 9, 1)):
         prompt = RNG.integers(0, CONFIG.vocab_size, length).tolist()
         generate(
-            params, [prompt], budget=32, temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=new,
+            params, [prompt], policy=SPARSE, temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=new,
             eos_token_ids=[seed],
         )  # fmt: skip
     assert (_decode_block_jit._cache_size(), _prefill_chunk_jit._cache_size()) == before
@@ -164,11 +165,11 @@ def test_one_program_for_lengths_temperatures_seeds_and_numbers_of_tokens():
 
 def test_inside_jit_it_is_the_same():
     params = tiny()
-    eager = generate(params, PROMPTS[:1], budget=32, max_new_tokens=6)
+    eager = generate(params, PROMPTS[:1], policy=SPARSE, max_new_tokens=6)
 
     @jax.jit
     def answer(params, tokens):
-        return generate(params, tokens, budget=32, max_new_tokens=6)
+        return generate(params, tokens, policy=SPARSE, max_new_tokens=6)
 
     out = answer(params, jnp.asarray(PROMPTS[:1]))
     assert out.tokens.tolist() == eager.tokens.tolist() and out.lengths.tolist() == [6]
@@ -177,18 +178,18 @@ def test_inside_jit_it_is_the_same():
 
 def test_inside_jit_with_lengths_it_is_the_same():
     params, width = tiny(), 70
-    eager = generate(params, PROMPTS[:3], budget=32, max_new_tokens=6)
+    eager = generate(params, PROMPTS[:3], policy=SPARSE, max_new_tokens=6)
     padded = jnp.asarray([p + [0] * (width - len(p)) for p in PROMPTS[:3]])
     lengths = jnp.asarray([len(p) for p in PROMPTS[:3]])
-    run = functools.partial(quest_jax.generate, budget=32, max_new_tokens=6)
+    run = functools.partial(quest_jax.generate, policy=SPARSE, max_new_tokens=6)
     out = jax.jit(lambda p, t, n: run(p, t, lengths=n))(params, padded, lengths)
     assert out.tokens.tolist() == eager.tokens.tolist()
 
 
 def test_your_own_loop_gives_the_same_tokens():
     params = tiny()
-    expected = generate(params, PROMPTS[:2], budget=32, max_new_tokens=40).tokens
-    state = prefill(params, PROMPTS[:2], budget=32)
+    expected = generate(params, PROMPTS[:2], policy=SPARSE, max_new_tokens=40).tokens
+    state = prefill(params, PROMPTS[:2], policy=SPARSE)
     traces = []
 
     def traced_step(params, state):
@@ -218,8 +219,8 @@ def test_a_full_cache_ends_the_row_loudly():
 
 def test_given_tokens_decode_as_generated_ones_do():
     params = tiny()
-    out = generate(params, PROMPTS[:2], budget=32, max_new_tokens=12)
-    context = prefill(params, PROMPTS[:2], budget=32)
+    out = generate(params, PROMPTS[:2], policy=SPARSE, max_new_tokens=12)
+    context = prefill(params, PROMPTS[:2], policy=SPARSE)
     fed = quest_jax.feed_tokens(params, context, out.tokens[:, :8])
     assert jnp.argmax(fed.logits, axis=-1).tolist() == out.tokens[:, 8].tolist()
     ragged = quest_jax.feed_tokens(params, context, [out.tokens[0, :3].tolist(), out.tokens[1, :8].tolist()])
@@ -231,9 +232,9 @@ def test_one_context_serves_several_policies():
     params = tiny()
     context = prefill(params, [PROMPTS[0]])
     question = PROMPTS[1]
-    for budget in (None, 32, 64):
-        state = quest_jax.feed_tokens(params, quest_jax.replace_policy(context, budget), [question])
-        whole = prefill(params, [PROMPTS[0]], budget=budget)
+    for policy in (None, SPARSE, quest_jax.Quest(64)):
+        state = quest_jax.feed_tokens(params, quest_jax.replace_policy(context, policy=policy), [question])
+        whole = prefill(params, [PROMPTS[0]], policy=policy)
         np.testing.assert_array_equal(state.logits, quest_jax.feed_tokens(params, whole, [question]).logits)
 
 
@@ -250,12 +251,12 @@ def test_seeds_make_draws_repeatable_and_rows_independent():
 
 
 def test_bfloat16_stays_close_to_float32():
-    wide = prefill(tiny(), PROMPTS[:2], budget=32).logits
-    narrow = prefill(tiny(jnp.bfloat16), PROMPTS[:2], budget=32)
+    wide = prefill(tiny(), PROMPTS[:2], policy=SPARSE).logits
+    narrow = prefill(tiny(jnp.bfloat16), PROMPTS[:2], policy=SPARSE)
     assert narrow.attention.cache.kv[0][0].dtype == jnp.bfloat16 and narrow.logits.dtype == jnp.float32
     correlation = np.corrcoef(np.asarray(wide).ravel(), np.asarray(narrow.logits).ravel())[0, 1]
     assert correlation > 0.99
-    out = generate(tiny(jnp.bfloat16), PROMPTS[:2], budget=32, max_new_tokens=5)
+    out = generate(tiny(jnp.bfloat16), PROMPTS[:2], policy=SPARSE, max_new_tokens=5)
     assert out.lengths.tolist() == [5, 5]
 
 

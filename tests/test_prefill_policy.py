@@ -29,7 +29,7 @@ def test_a_prefill_budget_that_holds_the_prompt_is_dense(granularity, mode):
 def test_quoka_reads_the_prompt_and_quest_writes_the_answer():
     prompts = [PROMPTS[0] * 5, PROMPTS[1]]
     policy = QuoKA(64, n_queries=4, chunk=32, granularity="token")
-    out = generate(tiny(), prompts, budget=64, prefill_policy=policy, max_new_tokens=6)
+    out = generate(tiny(), prompts, policy=Quest(64), prefill_policy=policy, max_new_tokens=6)
     read, layers = out.stats.prefill, CONFIG.n_layers
     chunks = -(-len(prompts[0]) // 32)
     assert read.reads.read.shape == (chunks, layers, 2) and out.stats.reads.read.shape == (6, layers, 2)
@@ -42,14 +42,14 @@ def test_quoka_reads_the_prompt_and_quest_writes_the_answer():
     assert read.bytes_read()[-1, 0, 0] == CONFIG.n_kv_heads * (tokens * token + past * key)
     assert 0 < read.share_read() < 1 and 0 < out.stats.share_read() < 1
     # A row's answer does not depend on its neighbours, and the same comes out as one program.
-    alone = generate(tiny(), prompts[:1], budget=64, prefill_policy=policy, max_new_tokens=6)
+    alone = generate(tiny(), prompts[:1], policy=Quest(64), prefill_policy=policy, max_new_tokens=6)
     assert alone.tokens.tolist() == out.tokens.tolist()[:1]
     width = len(prompts[0])
     padded = jnp.array([row + [0] * (width - len(row)) for row in prompts])
 
     @jax.jit
     def program(params, tokens, lengths):
-        return generate(params, tokens, lengths=lengths, budget=64, prefill_policy=policy, max_new_tokens=6)
+        return generate(params, tokens, lengths=lengths, policy=Quest(64), prefill_policy=policy, max_new_tokens=6)
 
     jitted = program(tiny(), padded, jnp.array([len(row) for row in prompts]))
     assert jitted.tokens.tolist() == out.tokens.tolist()

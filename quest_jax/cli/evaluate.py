@@ -59,6 +59,8 @@ class Passkey:
 class Mass:
     """Measure the share of dense attention that QuoKA keeps on prose, token by token and by pages.
 
+    Beside it: what the best list of as many tokens would keep (oracle).
+
     Attributes:
       model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
       tokens: length of the text, of Moby-Dick.
@@ -84,11 +86,12 @@ class Mass:
         if not self.budgets or min(self.budgets) < self.page_size:
             raise ValueError(f"--budgets: expected at least a page, {self.page_size} tokens, got {list(self.budgets)}.")
         mass.starts_of(self.tokens, 128, max(self.budgets))
-        policies = {
+        policies: dict[str, QuoKA | mass.Oracle] = {
             f"QuoKA {budget}, {unit}s": QuoKA(budget, granularity=unit)
             for unit in ("token", "page")
             for budget in self.budgets
         }
+        policies |= {f"oracle {budget}, tokens": mass.Oracle(budget) for budget in self.budgets}
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
         with counting("layers", console) as progress:

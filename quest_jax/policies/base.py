@@ -32,6 +32,11 @@ class LayerView(NamedTuple):
         """[S] tokens of a page."""
         return pool_shape(self.kv).page_size
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row can hold."""
+        return self.meta.shape[-2] * self.page_size
+
 
 class Selection(NamedTuple):
     """Pages to read, or tokens, where the policy lists those (:meth:`Policy.unit`): a token is a page of one.
@@ -71,14 +76,14 @@ class Policy:
         """Whether a query attends to its own token even where that is not selected."""
         return False
 
-    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
-        """Says, before tracing, whether ``layer`` reads all of a cache of ``pages`` pages, unscored."""
-        del layer, pages, page_size
+    def is_dense(self, layer: int, view: LayerView) -> bool:
+        """Says, while tracing, by shapes alone, whether ``layer`` always reads every row whole, unscored."""
+        del layer, view
         return False
 
-    def covers(self, starts: Int[Array, "B"], lengths: Int[Array, "B"]) -> Bool[Array, ""] | None:
-        """Says, while running, whether this step reads all of every row anyway; None: not worth a branch."""
-        del starts, lengths
+    def covers(self, view: LayerView) -> Bool[Array, "B"] | None:
+        """Says, while running, which rows this step reads whole, unscored; None: none, and no branch."""
+        del view
         return None
 
     def check(self, page_size: int) -> None:
@@ -147,9 +152,9 @@ class Dense(Policy):
 
     prefills: ClassVar[bool] = True
 
-    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
+    def is_dense(self, layer: int, view: LayerView) -> bool:
         """Always."""
-        del layer, pages, page_size
+        del layer, view
         return True
 
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_scores.op import page_scores
-from quest_jax.policies.base import PagePolicy, Selection
+from quest_jax.policies import cost
+from quest_jax.policies.base import LayerView, PagePolicy, Selection
 
 Variant = Literal["quest", "kernel", "sim"]
 Ranking = Literal["box", "shrunk_box"]
@@ -45,6 +46,8 @@ class Quest(PagePolicy):
         second of every head, ...), or ``per_head``: every query head reads a list of its own, G times the bytes.
       dense_layers: the first layers attend to everything; they need far more pages than the rest.
       sink_pages: pages at the start that are always read (``quest`` only).
+      dense_below: rows shorter than this many tokens are read whole; ``"auto"``: where the device's
+        :class:`~quest_jax.policies.cost.CostModel` says that this is faster. 0, the default, always selects.
 
     Raises:
       ValueError: a value outside these, or at first use a budget below a page.
@@ -59,12 +62,16 @@ class Quest(PagePolicy):
     reduce: Reduce = "mean"
     dense_layers: int = 2
     sink_pages: int = 1
+    dense_below: int | Literal["auto"] = 0
 
     def __post_init__(self):
-        for name, least in (("budget", 1), ("dense_layers", 0), ("sink_pages", 0)):
+        for name, least in (("budget", 1), ("dense_layers", 0), ("sink_pages", 0), ("dense_below", 0)):
             value = getattr(self, name)
+            if (name, value) == ("dense_below", "auto"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"Quest: expected {name} to be an integer, got {value!r}.")
+                known = 'an integer or "auto"' if name == "dense_below" else "an integer"
+                raise TypeError(f"Quest: expected {name} to be {known}, got {value!r}.")
             if value < least:
                 raise ValueError(f"Quest: expected {name} to be at least {least}, got {value}.")
         for name, choices in (("variant", Variant), ("ranking", Ranking), ("reduce", Reduce)):
@@ -82,11 +89,19 @@ class Quest(PagePolicy):
                 "raise the budget or take smaller pages (page_size=)."
             )
 
-    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
-        """The first layers, and caches that can never hold more than the budget."""
+    def is_dense(self, layer: int, view: LayerView) -> bool:
+        """The first layers, and caches that can never hold enough to choose from."""
         # `sim` prunes within the budget too, down to 3 pages.
-        always_whole = pages <= 3 if self.variant == "sim" else pages * page_size <= self.budget
-        return layer < self.dense_layers or always_whole
+        enough = 3 * view.page_size if self.variant == "sim" else self.budget
+        return layer < self.dense_layers or view.capacity <= max(enough, self._dense_below(view) - 1)
+
+    def covers(self, view: LayerView) -> Bool[Array, "B"] | None:
+        """Rows shorter than ``dense_below``."""
+        least = self._dense_below(view)
+        return view.lengths < least if least else None
+
+    def _dense_below(self, view: LayerView) -> int:
+        return cost.break_even(view.kv, view.meta, self.budget) if self.dense_below == "auto" else self.dense_below
 
     def score(
         self,

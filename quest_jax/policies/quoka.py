@@ -126,13 +126,13 @@ class QuoKA(Policy):
         on_cpu = dispatch.current_target().platform == "cpu"
         return 1 if self.granularity == "token" or (self.granularity == "auto" and on_cpu) else page_size
 
-    def is_dense(self, layer: int, pages: int, page_size: int) -> bool:
+    def is_dense(self, layer: int, view: LayerView) -> bool:
         """The first layers, and caches that can never hold more than the budget."""
-        return layer < self.dense_layers or pages * page_size <= self.budget
+        return layer < self.dense_layers or view.capacity <= self.budget
 
-    def covers(self, starts: Int[Array, "B"], lengths: Int[Array, "B"]) -> Bool[Array, ""]:
-        """Whether every row's past, or with ``compete`` every row, is within the budget."""
-        return (starts if self.chunk_mode == "dense" else lengths).max() <= self.budget
+    def covers(self, view: LayerView) -> Bool[Array, "B"]:
+        """The rows whose past, or with ``compete`` all of it, is within the budget."""
+        return (view.starts if self.chunk_mode == "dense" else view.lengths) <= self.budget
 
     def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], page_size: int) -> Int[Array, "B"]:
         """The keys that are candidates."""

@@ -42,14 +42,14 @@ def test_equal_to_feeding_and_decoding_step_by_step(params, state, policy):
 
 
 def test_the_state_answers_again_and_the_same(params, state):
-    sparse = replace_policy(state, budget=32)
+    sparse = replace_policy(state, policy=Quest(32))
     first, second = ask(params, sparse, QUESTIONS, 4), ask(params, sparse, QUESTIONS, 4)
     np.testing.assert_array_equal(first.tokens, second.tokens)
     assert state.lengths.tolist() == [90, 70]
 
 
 def test_the_reads_of_the_question_are_sparse_too(params, state):
-    asked = ask(params, replace_policy(state, budget=32), QUESTIONS, 4)
+    asked = ask(params, replace_policy(state, policy=Quest(32)), QUESTIONS, 4)
     assert asked.stats.sparse[:, 2:].all()
     assert not asked.stats.sparse[:, :2].any()  # the layers that stay dense
 

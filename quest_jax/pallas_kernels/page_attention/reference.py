@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from quest_jax.pallas_kernels.page_attention import contiguous
 from quest_jax.pallas_kernels.pages import gather_pages, physical_pages, pool_shape
 
 # Keys of a block and their scores stay in a core's cache; larger blocks were up to 3x slower, smaller ones pay the
@@ -47,7 +48,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
         real = live[..., None] & (at < lengths[row])
         return real.reshape(*logical.shape[:-1], -1), at.reshape(*logical.shape[:-1], -1)
 
-    def dense(row):
+    def dense(row, length):
         per_block = min(max(1, _BLOCK_TOKENS // shape.page_size), pages_per_row)
         query = positions_of(row)
 
@@ -62,7 +63,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
                 keys, values = read(row, list_ids[:, None], logical[None])
                 return merge(carry, rows_q, flat(keys), flat(values), real[None], at[None], query, scale)
 
-            blocks = -(-lengths[row] // (per_block * shape.page_size))
+            blocks = -(-length // (per_block * shape.page_size))
             return lax.fori_loop(0, blocks, block, empty(rows_q))
 
         if tokens == 1:  # few query rows: all heads in one batched product
@@ -86,8 +87,13 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
         # List by list: the gathered pages stay in cache until they are attended.
         return lax.map(one, (jnp.arange(lists), stacked[row], pages, counts))
 
-    if pages is None:
-        out, lse = lax.map(dense, jnp.arange(rows))
+    def dense_rows(lengths):
+        return lax.map(lambda row: dense(*row), (jnp.arange(rows), lengths))
+
+    if pages is None and contiguous.serves(kv, page_table, tokens, layer):
+        out, lse = contiguous.attend_in_place(stacked, kv, lengths, scale, dense_rows)
+    elif pages is None:
+        out, lse = dense_rows(lengths)
     else:
         out, lse = lax.map(lambda row: listed(*row), (jnp.arange(rows), pages, counts))
     out = out.reshape(rows, heads, tokens, head_dim).transpose(0, 2, 1, 3)

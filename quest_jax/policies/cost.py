@@ -1,0 +1,61 @@
+"""When is reading everything faster than choosing? Three constants of a device answer that."""
+
+from typing import NamedTuple
+
+from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.pages import pool_dtype, pool_shape
+
+
+class CostModel(NamedTuple):
+    """The time of one layer's decode attention for one row of ``L`` tokens, whose tokens take ``t`` bytes of keys and
+    values and ``m`` of metadata: ``stream L t`` for all of it, ``fixed + stream L m + listed budget t`` by selection.
+
+    Attributes:
+      stream: seconds per byte that is read in order.
+      listed: seconds per byte of listed pages, which are gathered first.
+      fixed: seconds to choose.
+
+    ``quest-jax bench calibrate`` measures them.
+    """
+
+    stream: float
+    listed: float
+    fixed: float
+
+    def dense(self, length: int, per_token: float) -> float:
+        """Seconds to attend to all of ``length`` tokens of ``per_token`` bytes."""
+        return self.stream * length * per_token
+
+    def selected(self, length: int, per_token: float, metadata: float, budget: int) -> float:
+        """Seconds to choose among ``length`` tokens, of ``metadata`` bytes each, and attend to ``budget`` of them."""
+        return self.fixed + self.stream * length * metadata + self.listed * min(length, budget) * per_token
+
+    def break_even(self, per_token: float, metadata: float, budget: int) -> int:
+        """The length from which choosing ``budget`` tokens is faster."""
+        spared = self.stream * (per_token - metadata)
+        return max(budget + 1, -int(-(self.fixed + self.listed * budget * per_token) // spared))
+
+
+# Two cores of an EPYC (AVX2), float32: the command above, docs/performance.md. Bandwidth and overhead of other CPUs move
+# together enough for a decision between two programs that take about as long at the break-even. No other device has
+# been measured, so none has a model.
+MODELS = {"cpu": CostModel(stream=4.0e-11, listed=9.0e-11, fixed=1.5e-4)}
+
+
+def break_even(kv, meta, budget: int) -> int:
+    """Returns the length from which selection is faster than dense attention on the current target.
+
+    Args:
+      kv: a layer's pool, and ``meta`` its metadata: for their shapes and dtypes.
+      budget: tokens that the selection reads.
+
+    Returns:
+      a length in tokens; 0 where the device has no :class:`CostModel`.
+    """
+    model = MODELS.get(dispatch.current_target().platform)
+    if model is None:
+        return 0
+    shape = pool_shape(kv)
+    per_token = float(shape.kv_heads * 2 * shape.head_dim * pool_dtype(kv).itemsize)
+    metadata = shape.kv_heads * meta.shape[-1] * meta.dtype.itemsize / shape.page_size
+    return model.break_even(per_token, metadata, budget)

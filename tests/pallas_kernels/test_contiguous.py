@@ -1,0 +1,76 @@
+"""Dense decode attention where the pages lie: when it serves, that it agrees, and that nothing leaks into it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.page_attention import contiguous
+from quest_jax.pallas_kernels.page_attention.op import page_attention
+from tests.pallas_kernels.cases import Case, fill, queries
+from tests.pallas_kernels.test_page_attention import check, reference
+
+LENGTHS = (128, 127, 96, 65, 64, 3, 0)  # of 128: full to empty
+
+
+def attend(case, filled, q):
+    return page_attention(q, filled.kv, jnp.maximum(filled.lengths - 1, 0), filled.lengths, filled.table)
+
+
+@pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_any_length_are_attended(group, poison):
+    case = Case(lengths=LENGTHS, group=group)
+    filled, q = fill(case, poison=poison), queries(case, 1)
+    check(case, attend(case, filled, q), reference(case, q, filled, np.maximum(np.array(LENGTHS) - 1, 0)))
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    case = Case(lengths=LENGTHS)
+    filled, q = fill(case, poison=0.0), queries(case, 1)
+    together, _ = attend(case, filled, q)
+    for row, length in enumerate(LENGTHS):
+        kv = tuple(leaf.reshape(2, len(LENGTHS), -1, *leaf.shape[2:])[:, row] for leaf in filled.kv)
+        alone, _ = page_attention(q[row : row + 1], kv, jnp.array([max(length - 1, 0)]), jnp.array([length]))
+        np.testing.assert_allclose(alone[0], together[row], atol=1e-7)
+
+
+def test_nan_in_a_real_value_is_not_hidden():
+    case = Case(lengths=(100,))
+    filled, q = fill(case, poison=0.0), queries(case, 1)
+    keys, values = filled.kv
+    out, _ = page_attention(q, (keys, values.at[0, 2, 3, 5].set(jnp.nan)), filled.lengths - 1, filled.lengths)
+    bad = np.zeros(out.shape, bool)
+    bad[0, 0, :2, 5] = True  # the heads of the first group, in that channel
+    np.testing.assert_array_equal(np.isnan(out), bad)
+
+
+def test_the_pool_is_not_copied():
+    """A nearly full row is read where it lies: the program has no room for a second copy of the keys or values."""
+    case = Case(lengths=(8000,), capacity=8192, kv_heads=3, group=3)
+    pool = tuple(jax.ShapeDtypeStruct((3, 512, 16, 64), jnp.float32) for _ in range(2))
+    q, one = jax.ShapeDtypeStruct((1, 1, 9, 64), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    program = jax.jit(page_attention).lower(q, pool, one, one).compile()
+    keys = 3 * 8192 * 64 * 4
+    assert program.memory_analysis().temp_size_in_bytes < keys / 2, case
+
+
+@pytest.mark.parametrize(
+    ("change", "serves"),
+    [
+        ({}, True),
+        ({"table": True}, False),
+        ({"layout": "fused"}, False),
+        ({"dtype": "bfloat16"}, False),
+        ({"layers": 2}, False),
+    ],
+    ids=str,
+)
+def test_it_serves_what_lies_in_order_in_float32(change, serves):
+    case = Case(**change)
+    filled = fill(case)
+    assert contiguous.serves(filled.kv, filled.table, 1, case.layer) == serves
+    assert not contiguous.serves(filled.kv, filled.table, 2, case.layer)
+    with dispatch.target("tpu", "TPU v5 lite"):
+        assert not contiguous.serves(filled.kv, filled.table, 1, case.layer)
