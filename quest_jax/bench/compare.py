@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from quest_jax.bench.machine import KEYS
 from quest_jax.bench.rows import Row
 
 Key = tuple[str, int, str, str, int | None]
@@ -37,8 +38,9 @@ def read_report(path: pathlib.Path) -> Saved:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # of JSON and of UTF-8
         raise ValueError(f"{path}: {_EXPECTED}, got no JSON: {error}.") from error
-    if not isinstance(content, dict) or not isinstance(content.get("machine"), dict):
-        raise ValueError(f'{path}: {_EXPECTED}, found no "machine".')
+    machine = content.get("machine") if isinstance(content, dict) else None
+    if not isinstance(machine, dict) or not machine.keys() >= set(KEYS):
+        raise ValueError(f'{path}: {_EXPECTED}, found no "machine" with {", ".join(KEYS)}.')
     if not isinstance(content.get("rows"), list):
         raise ValueError(f'{path}: {_EXPECTED}, found no list "rows".')
     rows: dict[Key, Row] = {}
@@ -47,13 +49,14 @@ def read_report(path: pathlib.Path) -> Saved:
         if _key(row) in rows:
             raise ValueError(f"{path}: expected every line once, got {_name(_key(row))} twice.")
         rows[_key(row)] = row
-    return Saved(path, content["machine"], rows)
+    return Saved(path, machine, rows)
 
 
 def table(before: Saved, after: Saved) -> Table:
     """Lays out what both have, in the order of ``before``."""
     shown = Table(title=f"{before.path} -> {after.path}", title_justify="left")
-    for name in ("shape", "length", "dtype", "method", "before", "after", "time", "ratio before", "after", "ratio"):
+    names = ("shape", "length", "dtype", "method", "before", "after", "change")
+    for name in (*names, "ratio before", "ratio after", "change"):
         shown.add_column(name, justify="left" if name in ("shape", "dtype", "method") else "right")
     for key, old in before.rows.items():
         if (new := after.rows.get(key)) is not None:
@@ -82,9 +85,9 @@ def _row(path: pathlib.Path, number: int, fields: Any) -> Row:
         raise ValueError(f"{path}: {_EXPECTED}; expected in row {number} the keys {', '.join(Row._fields)}, got {got}.")
     wrong = [name for name in _NUMBERS if isinstance(fields[name], bool) or not isinstance(fields[name], int | float)]
     wrong += [name for name in ("shape", "dtype", "method") if not isinstance(fields[name], str)]
-    if wrong or fields["ms"] <= 0 or fields["ratio"] <= 0:
-        name = (wrong or ["ms" if fields["ms"] <= 0 else "ratio"])[0]
-        raise ValueError(f"{path}: {_EXPECTED}; in row {number} {name} is {fields[name]!r}.")
+    wrong += [name for name in ("ms", "ratio") if name not in wrong and not fields[name] > 0]
+    if wrong:
+        raise ValueError(f"{path}: {_EXPECTED}; in row {number} {wrong[0]} is {fields[wrong[0]]!r}.")
     return Row(**fields)
 
 

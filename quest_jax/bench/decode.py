@@ -43,7 +43,7 @@ def filled(shape: Shape, length: int, dtype: str = "float32") -> AttentionState:
     keys = jax.random.split(jax.random.key(0), len(leaves))
     leaves = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
     cache = state.cache.replace(kv=jax.tree.unflatten(structure, leaves), lengths=jnp.array([length], jnp.int32))
-    return state.replace(cache=cache.replace(meta=jax.jit(rebuild_metadata)(cache)))
+    return jax.block_until_ready(state.replace(cache=cache.replace(meta=jax.jit(rebuild_metadata)(cache))))
 
 
 def attention_rows(
@@ -68,9 +68,9 @@ def attention_rows(
     """
     shape = SHAPES[shape_name]
     cache = dense_bytes(shape, length, dtype)
-    # Paged, plain, keys transposed, token-major and what the latter is transposed to.
-    needed = int(cache * (2 + 0.5 * ("transposed" in methods) + 2 * ("dot-product" in methods)))
-    needed += metadata_bytes(shape, length)
+    # Paged, plain, keys transposed, token-major and what the latter is transposed to; a quarter more to make them.
+    needed = cache * (2 + 0.5 * ("transposed" in methods) + 2 * ("dot-product" in methods))
+    needed = int(1.25 * (needed + metadata_bytes(shape, length)))
     check_memory(needed, 0, f"decode attention of {shape_name} at {length} tokens", "take fewer --lengths or --shapes")
     calls = _attention_calls(shape, length, dtype, budget, methods)
     works = {
@@ -86,24 +86,26 @@ def _attention_calls(
 ) -> dict[str, Callable[[], Any]]:
     parts = jax.random.split(jax.random.key(1), 3)
     grouped = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-    q = jax.random.normal(parts[0], grouped, dtype)
-    keys, values = (
-        jax.random.normal(part, (shape.kv_heads, length, shape.head_dim), dtype) for part in parts[1:]
-    )  # fmt: skip
-    calls: dict[str, Callable[[], Any]] = {}
-    for name in methods:
-        if name == "split":
-            calls[name] = lambda: baselines.split_attention(q, keys, values)
-        elif name == "transposed":
-            turned = baselines.transpose_keys(keys)
-            calls[name] = lambda turned=turned: baselines.transposed_attention(q, turned, values)
-        elif name == "grouped":
-            calls[name] = lambda: baselines.grouped_attention(q, keys, values)
-        elif name == "dot-product":
-            k, v = keys.swapaxes(0, 1), values.swapaxes(0, 1)
-            calls[name] = lambda k=k, v=v: baselines.dot_product_attention(q, k, v)
-        elif name == "torch":
-            calls[name] = baselines.torch_attention(q, keys, values)
+    plain = (shape.kv_heads, length, shape.head_dim)
+    q, keys, values = (
+        jax.random.normal(part, size, dtype) for part, size in zip(parts, (grouped, plain, plain), strict=True)
+    )
+    forms: dict[str, tuple[Callable[..., Any], Sequence[jax.Array]]] = {
+        "split": (baselines.split_attention, (q, keys, values)),
+        "grouped": (baselines.grouped_attention, (q, keys, values)),
+    }
+    if "transposed" in methods:
+        forms["transposed"] = baselines.transposed_attention, (q, baselines.transpose_keys(keys), values)
+    if "dot-product" in methods:
+        token_major = (q, keys.swapaxes(0, 1), values.swapaxes(0, 1))
+        forms["dot-product"] = baselines.dot_product_attention, token_major
+    # Arrays are made in the background; the first run must not wait for them.
+    jax.block_until_ready([arrays for _, arrays in forms.values()])
+    calls: dict[str, Callable[[], Any]] = {
+        name: functools.partial(form, *arrays) for name, (form, arrays) in forms.items()
+    }
+    if "torch" in methods:
+        calls["torch"] = baselines.torch_attention(q, keys, values)
     policies: dict[str, Policy] = {"paged": Dense(), "quest": Quest(budget, dense_layers=0)}
     if wanted := {name: policy for name, policy in policies.items() if name in methods}:
         calls |= paged_calls(shape, length, dtype, wanted)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import pathlib
 import platform
 import statistics
 import time
@@ -15,6 +16,8 @@ from quest_jax.memory import available_host_bytes, check_memory
 # Far beyond the caches of any machine, and their part of it beyond those of one core.
 _READ_BYTES = 1 << 30
 _ROUNDS = 9
+KEYS = ("jax", "device", "platform", "processor", "cores", "system", "read_gb_s")
+"""Of what :func:`measure_machine` returns."""
 
 
 def measure_machine(read_bytes: int | None = None) -> dict[str, Any]:
@@ -24,7 +27,8 @@ def measure_machine(read_bytes: int | None = None) -> dict[str, Any]:
       read_bytes: size of what is read; None for 1 GiB, or a quarter of the free memory where that is less.
 
     Returns:
-      ``jax`` (version), ``device`` (kind), ``platform``, ``system``, ``cores``, ``read_gb_s`` (10**9 bytes a second).
+      ``jax`` (version), ``device`` (kind), ``platform``, ``processor``, ``cores``, ``system``, and ``read_gb_s`` in
+      10**9 bytes a second.
 
     Raises:
       MemoryError: ``read_bytes`` are not free.
@@ -34,8 +38,9 @@ def measure_machine(read_bytes: int | None = None) -> dict[str, Any]:
         "jax": jax.__version__,
         "device": device.device_kind,
         "platform": device.platform,
-        "system": platform.platform(),
+        "processor": _processor(),
         "cores": os.cpu_count() or 1,
+        "system": platform.platform(),
         "read_gb_s": measure_read_bandwidth(read_bytes),
     }
 
@@ -43,8 +48,8 @@ def measure_machine(read_bytes: int | None = None) -> dict[str, Any]:
 def machine_line(machine: dict[str, Any]) -> str:
     """Says in one line what :func:`measure_machine` found."""
     return (
-        f"jax {machine['jax']} on {machine['device']}, {machine['cores']} cores, {machine['system']}; reads "
-        f"{machine['read_gb_s']:.1f} GB/s from memory"
+        f"jax {machine['jax']} on {machine['device']}, {machine['processor']} with {machine['cores']} cores, "
+        f"{machine['system']}; reads {machine['read_gb_s']:.1f} GB/s from memory"
     )
 
 
@@ -68,3 +73,13 @@ def measure_read_bandwidth(read_bytes: int | None = None) -> float:
             list(pool.map(lambda part: total(part).block_until_ready(), parts))
             times.append(time.perf_counter() - start)
     return sum(part.nbytes for part in parts) / statistics.median(times) / 1e9
+
+
+def _processor() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -144,6 +144,7 @@ def _attention_calls(shape: Shape, length: int, policy: QuoKA) -> dict[str, Call
         return out
 
     plain = [jax.random.normal(key, (shape.kv_heads, length, shape.head_dim)) for key in keys[1:]]
+    jax.block_until_ready((states, plain))  # arrays are made in the background
     return {
         "plain": lambda: blocked_attention(q[0], *plain, length - chunk),
         "dense": lambda: run("dense"),

@@ -38,6 +38,8 @@ class Files:
             from quest_jax.bench.plot import check_plot
 
             check_plot(self.plot)
+            if all(len(set(getattr(self, name, ()))) < 2 for name in ("lengths", "steps", "prompts")):
+                raise ValueError("--plot: expected two lengths or more for a line, got one.")
 
     def report(self, name: str, dtype: str, rounds: int, measure: "Callable[[], Sequence[Section]]") -> int:
         """Measures, prints the tables, and writes the files; returns the exit code."""

@@ -10,7 +10,8 @@ from quest_jax.bench import compare, report
 from quest_jax.bench.rows import Row, Section
 from tests.imports import ROOT
 
-MACHINE = {"jax": "0.12", "device": "cpu", "platform": "cpu", "system": "Linux", "cores": 2, "read_gb_s": 20.0}
+MACHINE = {"jax": "0.12", "device": "cpu", "platform": "cpu", "processor": "a CPU", "cores": 2, "system": "Linux",
+           "read_gb_s": 20.0}  # fmt: skip
 
 
 def row(method="split32", length=512, ms=2.0, ratio=1.0, budget=None, **changes) -> Row:
@@ -86,10 +87,12 @@ def test_compare_shows_what_moved_and_what_is_only_in_one(tmp_path, capsys):
         (lambda text: text[: len(text) // 2], "got no JSON"),
         (lambda _: "[1, 2]", 'found no "machine"'),
         (lambda _: '{"rows": []}', 'found no "machine"'),
-        (lambda _: '{"machine": {}}', 'found no list "rows"'),
+        (lambda _: '{"machine": {}, "rows": []}', 'found no "machine" with jax'),
+        (lambda _: json.dumps({"machine": MACHINE}), 'found no list "rows"'),
         (lambda text: text.replace('"ratio"', '"speedup"'), "in row 0 the keys"),
         (lambda text: text.replace('"ms": 2.0', '"ms": "fast"'), "in row 0 ms is 'fast'"),
         (lambda text: text.replace('"ms": 2.0', '"ms": 0'), "in row 0 ms is 0"),
+        (lambda text: text.replace('"ratio": 1.0', '"ratio": NaN'), "in row 0 ratio is nan"),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path, capsys, change, says):
