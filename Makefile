@@ -62,8 +62,21 @@ format: $(venv)/.dev-installed  ## format the code and fix what can be fixed
 	"$(BIN)/python" -m ruff check --fix .
 	"$(BIN)/python" -m ruff format .
 
-bench: $(venv)/.demo-installed  ## time a decode step, dense and Quest (ARGS=prefill: a prompt, dense and QuoKA)
-	"$(BIN)/quest-jax" bench $(or $(ARGS),decode)
+bench: $(venv)/.bench-installed  ## write the tables of docs/performance.md, 20 to 30 minutes (ARGS=ops: one bench, printed)
+ifneq ($(ARGS),)
+	"$(BIN)/quest-jax" bench $(ARGS)
+else
+	mkdir -p build/bench
+	$(call bench,decode,decode,--lengths 2048 8192 32768 131072 --plot docs/performance-decode.png)
+	$(call bench,decode,decode-bfloat16,--dtype bfloat16 --steps)
+	$(call bench,ops,ops,)
+	$(call bench,prefill,prefill,--prompts)
+	$(call bench,generate,generate,--lengths 2048 8192 32768)
+endif
+
+# The rows go to build/bench, for `quest-jax bench compare`. Torch and llama.cpp take part where they are installed:
+# .venv/bin/pip install -e '.[bench]'
+bench = "$(BIN)/quest-jax" bench $(1) $(3) --json build/bench/$(2).json --markdown docs/performance.md
 
 dev: $(venv)/.dev-installed  ## make the environment for development, run nothing
 
@@ -82,6 +95,10 @@ endef
 $(venv)/.demo-installed: pyproject.toml | $(venv)/pyvenv.cfg
 	$(call install,cli$(comma)gguf)
 	@touch "$@"
+
+$(venv)/.bench-installed: pyproject.toml | $(venv)/pyvenv.cfg
+	$(call install,cli$(comma)gguf$(comma)plot)
+	@touch "$@" "$(VENV)/.demo-installed"
 
 $(venv)/.dev-installed: pyproject.toml | $(venv)/pyvenv.cfg
 	$(call install,dev)

@@ -28,7 +28,7 @@ def undeclared_imports(root: pathlib.Path) -> list[str]:
     """
     core = {normalize(requirement) for requirement in PROJECT["dependencies"]}
     extras = {name: set(map(normalize, found)) for name, found in PROJECT["optional-dependencies"].items()}
-    optional = core.union(*(found for name, found in extras.items() if name not in ("dev", "parity")))
+    optional = core.union(*(found for name, found in extras.items() if name not in ("bench", "dev", "parity")))
     providers = importlib.metadata.packages_distributions()
     found = []
     for item in read_imports(root, "quest_jax"):

@@ -1,127 +1,182 @@
 """What a decode step costs: the attention of one layer, and a whole model against the capacity of its cache."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
 from quest_jax.attention import AttentionState, attend, extend, init_attention
+from quest_jax.bench import baselines
+from quest_jax.bench.rows import Method, Row, make_rows
+from quest_jax.bench.sizes import SHAPES, Shape, dense_bytes, metadata_bytes, quest_bytes, step_bytes
 from quest_jax.bench.timing import time_interleaved
-from quest_jax.decode import decode_step, prefill, replace_policy
-from quest_jax.models.config import LlamaConfig
-from quest_jax.params import Params, random_params
+from quest_jax.cache import rebuild_metadata
+from quest_jax.decode import DecodeState, decode_step, prefill, replace_policy
+from quest_jax.memory import check_memory
+from quest_jax.params import Params
+from quest_jax.policies.base import Dense, Policy
 from quest_jax.policies.quest import Quest
 
-SMOLLM2 = LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True)
+METHODS = {
+    "split": "split32",
+    "transposed": "split32, keys transposed",
+    "grouped": "grouped einsum",
+    "paged": "paged dense",
+    "dot-product": "jax.nn.dot_product_attention",
+    "quest": "Quest",
+    "torch": "torch SDPA",
+}
+"""Methods by the name that chooses them, and what the tables call them; other libraries at the end of a round."""
+
+TRANSPOSES = (
+    "jax.nn.dot_product_attention takes token-major keys and values and transposes both at every call: it is here "
+    "because it is what one would try first, not as the yardstick."
+)
 
 
-class Shape(NamedTuple):
-    """Query heads, KV heads and head dim of a layer."""
+def filled(shape: Shape, length: int, dtype: str = "float32") -> AttentionState:
+    """State of one layer whose cache holds ``length`` random tokens and their metadata, with room for 512 more."""
+    state = init_attention(1, shape.kv_heads, shape.head_dim, batch=1, capacity=length + 512, dtype=dtype)
+    leaves, structure = jax.tree.flatten(state.cache.kv)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    leaves = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    cache = state.cache.replace(kv=jax.tree.unflatten(structure, leaves), lengths=jnp.array([length], jnp.int32))
+    return jax.block_until_ready(state.replace(cache=cache.replace(meta=jax.jit(rebuild_metadata)(cache))))
 
-    heads: int
-    kv_heads: int
-    head_dim: int
 
+def attention_rows(
+    shape_name: str, length: int, dtype: str, budget: int, rounds: int, methods: Sequence[str] = tuple(METHODS)
+) -> list[Row]:
+    """Times one layer's decode attention at one length of context, by every method, batch 1.
 
-SHAPES = {"smollm2": Shape(9, 3, 64), "llama-3-8b": Shape(32, 8, 128)}
+    The paged methods append the token too. The last token is written anew each time, so that every run reads the same.
 
+    Args:
+      shape_name: of ``SHAPES``.
+      length: tokens of context, a multiple of 32.
+      dtype: of keys and values.
+      budget: tokens that Quest reads.
+      rounds: runs of each.
+      methods: of ``METHODS``.
 
-@functools.partial(jax.jit, static_argnums=3)
-def split_attention(q, keys, values, splits: int = 32):
-    """Dense decode attention over plain arrays ``[K, L, D]`` in independent splits: the fastest portable float32 form.
-
-    The yardstick for the paged ops: it has neither pages, nor lengths, nor batch.
+    Raises:
+      MemoryError: the arrays do not fit, before any is made.
+      ImportError: a method needs a package that is not installed.
+      ValueError: no dense method among them.
     """
-    kv_heads, length, width = keys.shape
-    keys, values = (x.reshape(kv_heads, splits, length // splits, width) for x in (keys, values))
-    scores = jnp.einsum("kgd,knld->kngl", q, keys) * width**-0.5
-    top = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - top)
-    scale = jnp.exp(top - top.max(axis=1, keepdims=True))
-    out = (jnp.einsum("kngl,knld->kngd", weights, values) * scale).sum(axis=1)
-    return out / (weights.sum(axis=-1, keepdims=True) * scale).sum(axis=1)
+    shape = SHAPES[shape_name]
+    cache = dense_bytes(shape, length, dtype)
+    # Paged, plain, keys transposed, token-major and what the latter is transposed to; a quarter more to make them.
+    needed = cache * (2 + 0.5 * ("transposed" in methods) + 2 * ("dot-product" in methods))
+    needed = int(1.25 * (needed + metadata_bytes(shape, length)))
+    check_memory(needed, 0, f"decode attention of {shape_name} at {length} tokens", "take fewer --lengths or --shapes")
+    calls = _attention_calls(shape, length, dtype, budget, methods)
+    works = {
+        name: Method(METHODS[name], None, cache) if name != "quest"
+        else Method(f"Quest {budget}", budget, quest_bytes(shape, length, dtype, budget))
+        for name in methods
+    }  # fmt: skip
+    return make_rows(shape_name, length, dtype, time_interleaved(calls, rounds), works)
 
 
-def filled(shape: Shape, length: int, budget: int | None) -> AttentionState:
-    """State of one layer whose cache holds ``length`` random tokens, with room for more."""
-    policy = Quest(budget, dense_layers=0) if budget else None
-    state = init_attention(1, shape.kv_heads, shape.head_dim, batch=1, capacity=length + 512, policy=policy)
-    # One chunk of keys at a time, and a single query head would do: only the cache is wanted.
-    write = jax.jit(lambda q, k, v, state: attend(0, q, k, v, state)[1], donate_argnums=3)
-    for start in range(0, length, 512):
-        parts = jax.random.split(jax.random.key(start), 2)
-        q = jnp.zeros((1, 512, shape.kv_heads, shape.head_dim))
-        k, v = (jax.random.normal(key, q.shape) for key in parts)
-        state = write(q, k, v, extend(state, jnp.array([512])))
-    return state
+def _attention_calls(
+    shape: Shape, length: int, dtype: str, budget: int, methods: Sequence[str]
+) -> dict[str, Callable[[], Any]]:
+    parts = jax.random.split(jax.random.key(1), 3)
+    grouped = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    plain = (shape.kv_heads, length, shape.head_dim)
+    q, keys, values = (
+        jax.random.normal(part, size, dtype) for part, size in zip(parts, (grouped, plain, plain), strict=True)
+    )
+    forms: dict[str, tuple[Callable[..., Any], Sequence[jax.Array]]] = {
+        "split": (baselines.split_attention, (q, keys, values)),
+        "grouped": (baselines.grouped_attention, (q, keys, values)),
+    }
+    if "transposed" in methods:
+        forms["transposed"] = baselines.transposed_attention, (q, baselines.transpose_keys(keys), values)
+    if "dot-product" in methods:
+        token_major = (q, keys.swapaxes(0, 1), values.swapaxes(0, 1))
+        forms["dot-product"] = baselines.dot_product_attention, token_major
+    # Arrays are made in the background; the first run must not wait for them.
+    jax.block_until_ready([arrays for _, arrays in forms.values()])
+    calls: dict[str, Callable[[], Any]] = {
+        name: functools.partial(form, *arrays) for name, (form, arrays) in forms.items()
+    }
+    if "torch" in methods:
+        calls["torch"] = baselines.torch_attention(q, keys, values)
+    policies: dict[str, Policy] = {"paged": Dense(), "quest": Quest(budget, dense_layers=0)}
+    if wanted := {name: policy for name, policy in policies.items() if name in methods}:
+        calls |= paged_calls(shape, length, dtype, wanted)
+    return {name: calls[name] for name in methods}
 
 
-def attention_table(lengths: list[int], budget: int, rounds: int) -> Table:
-    """Times one layer's decode attention at several context lengths."""
-    table = Table(title=f"Decode attention, one layer, float32, batch 1, budget {budget} (append included)")
-    for column in ("shape", "context", "split dense", "paged dense", "Quest", "Quest vs best dense", "bytes model"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
-    for name, shape in SHAPES.items():
-        for length in lengths:
-            calls = _attention_calls(shape, length, budget)
-            seconds = time_interleaved(calls, rounds)
-            best = min(seconds["split"], seconds["dense"])
-            read = 1 / 16 + min(budget, length) / length  # metadata is 2D floats for every 16 x 2D of the cache
-            table.add_row(
-                name, f"{length}", *(f"{seconds[key] * 1e3:.2f} ms" for key in ("split", "dense", "quest")),
-                f"{best / seconds['quest']:.1f}x", f"{1 / read:.1f}x",
-            )  # fmt: skip
-    return table
+def paged_calls(
+    shape: Shape, length: int, dtype: str, policies: dict[str, Policy]
+) -> dict[str, Callable[[], jax.Array]]:
+    """Calls that append the token at ``length - 1`` and attend to it and all before by a policy, on one cache."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (1, 1, heads, shape.head_dim), dtype)
+        for i, heads in enumerate((shape.heads, shape.kv_heads, shape.kv_heads))
+    )
 
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state):
+        cache = state.cache.replace(lengths=jnp.full_like(state.cache.lengths, length - 1))
+        return attend(0, q, k, v, extend(state.replace(cache=cache), jnp.array([1])))
 
-def _attention_calls(shape, length, budget):
-    q, k, v = (jnp.ones((1, 1, heads, shape.head_dim)) for heads in (shape.heads, shape.kv_heads, shape.kv_heads))
-    step = jax.jit(lambda state: attend(0, q, k, v, extend(state, jnp.array([1]))), donate_argnums=0)
-    states = {"dense": filled(shape, length, None), "quest": filled(shape, length, budget)}
+    state = filled(shape, length, dtype)
 
-    def run(name):
-        out, states[name] = step(states[name])
+    def run(policy):
+        nonlocal state
+        out, state = step(state.replace(policy=policy))
         return out
 
-    keys, values = (jax.random.normal(jax.random.key(i), (shape.kv_heads, length, shape.head_dim)) for i in (1, 2))
-    group = q.reshape(shape.kv_heads, -1, shape.head_dim)
-    return {
-        "split": lambda: split_attention(group, keys, values),
-        "dense": lambda: run("dense"),
-        "quest": lambda: run("quest"),
+    return {name: functools.partial(run, policy) for name, policy in policies.items()}
+
+
+def step_rows(params: Params, length: int, capacity: int, budget: int, rounds: int) -> list[Row]:
+    """Times whole decode steps of a model, dense and with Quest, batch 1.
+
+    Args:
+      params: of SmolLM2's shape; random weights will do.
+      length: tokens of context, of which 64 are still to come.
+      capacity: of the cache, at least ``length``.
+      budget: tokens that Quest reads.
+      rounds: runs of each.
+
+    Raises:
+      MemoryError: the cache does not fit.
+    """
+    dtype = params.weights["embed"].dtype.name
+    length, whole = length - 64, length
+    # The time does not depend on what the cache holds, so the rest of the context is declared, not computed.
+    state = prefill(params, [[1] * 16], capacity=capacity, eos_token_ids=())
+    calls = step_calls(params, state, length, {"dense": None, "quest": budget})
+    methods = {
+        "dense": Method("paged dense", None, step_bytes(params, length, None)),
+        "quest": Method(f"Quest {budget}", budget, step_bytes(params, length, budget)),
     }
+    shape = "smollm2 step" if capacity == whole else f"smollm2 step, room for {capacity}"
+    return make_rows(shape, length, dtype, time_interleaved(calls, rounds), methods)
 
 
-def model_table(lengths: list[int], budget: int, rounds: int) -> Table:
-    """Times whole decode steps of a SmolLM2-shaped model with random weights, at two fills of each capacity."""
-    params = random_params(SMOLLM2)
-    table = Table(title=f"A whole decode step, SmolLM2-135M shape, float32, batch 1, budget {budget}")
-    for column in ("tokens in the cache", "capacity", "dense", f"Quest {budget}", "ratio"):
-        table.add_column(column, justify="right")
-    for capacity in lengths:
-        for length in sorted({min(lengths), capacity}):
-            seconds = time_interleaved(_model_calls(params, length - 64, capacity, budget), rounds)
-            table.add_row(
-                f"{length - 64}", f"{capacity}", f"{seconds['dense'] * 1e3:.1f} ms", f"{seconds['quest'] * 1e3:.1f} ms",
-                f"{seconds['dense'] / seconds['quest']:.2f}x",
-            )  # fmt: skip
-    return table
+def step_calls(
+    params: Params, state: DecodeState, length: int, budgets: dict[str, int | None], steps: int = 1
+) -> dict[str, Callable[[], jax.Array]]:
+    """Calls that decode ``steps`` tokens after the first ``length`` of one cache, by budget; they use ``state`` up."""
 
-
-def _model_calls(params: Params, length: int, capacity: int, budget: int):
-    step = jax.jit(decode_step, donate_argnums=1)
-    states = {}
-    for name, own_budget in (("dense", None), ("quest", budget)):
-        state = prefill(params, [[1] * 16], capacity=capacity)
-        # The time does not depend on what the cache holds, so the rest of the context is declared, not computed.
-        cache = state.attention.cache.replace(lengths=jnp.array([length], jnp.int32))
+    @functools.partial(jax.jit, donate_argnums=1)
+    def decode(params, state):
+        cache = state.attention.cache.replace(lengths=jnp.full_like(state.lengths, length))
         state = state.replace(attention=state.attention.replace(cache=cache))
-        states[name] = replace_policy(state, own_budget)
+        start = state, jnp.zeros(1, jnp.int32)
+        return jax.lax.fori_loop(0, steps, lambda _, carry: decode_step(params, carry[0]), start)
 
-    def run(name):
-        states[name], token = step(params, states[name])
+    def run(budget):
+        nonlocal state
+        state, token = decode(params, replace_policy(state, budget))
         return token
 
-    return {"dense": lambda: run("dense"), "quest": lambda: run("quest")}
+    return {name: functools.partial(run, budget) for name, budget in budgets.items()}

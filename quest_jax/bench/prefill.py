@@ -1,46 +1,22 @@
 """What reading a prompt costs: one chunk's attention in one layer, and a whole prompt, dense against QuoKA."""
 
 import functools
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from rich.table import Table
 
 from quest_jax.attention import attend, extend, init_attention
-from quest_jax.bench.decode import SHAPES, SMOLLM2, Shape
-from quest_jax.bench.timing import time_interleaved
+from quest_jax.bench.rows import Method, Row, make_rows
+from quest_jax.bench.sizes import SHAPES, SMOLLM2, Shape, shape_of
+from quest_jax.bench.timing import Timing, time_interleaved
 from quest_jax.decode import prefill
-from quest_jax.params import random_params
+from quest_jax.params import Params, random_params
 from quest_jax.policies.quoka import QuoKA
 
 _BLOCK = 1024
-
-
-class Row(NamedTuple):
-    """One measured line.
-
-    Attributes:
-      shape, length, dtype: of what was run.
-      method, budget: how; budget None is dense.
-      ms: median.
-      ratio: the fastest dense of the run over this.
-      byte_model: the same ratio by operations alone: products with keys and values, dense over this. For a prompt, of
-        the attention with everything else left out, so that no ratio can reach it.
-      achieved: ratio / byte_model.
-    """
-
-    shape: str
-    length: int
-    dtype: str
-    method: str
-    budget: int | None
-    ms: float
-    ratio: float
-    byte_model: float
-    achieved: float
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -72,52 +48,71 @@ def blocked_attention(q, keys, values, start, block: int = _BLOCK):
     return lax.map(one_head, (grouped, keys, values))
 
 
-def attention_rows(lengths: Sequence[int], budget: int, rounds: int) -> list[Row]:
-    """Times the last chunk of contexts of several lengths in one layer: append, score, select, attend."""
-    rows = []
-    for name, shape in SHAPES.items():
-        for length in lengths:
-            policy = QuoKA(budget)
-            seconds = time_interleaved(_attention_calls(shape, length, policy), rounds)
-            rows += _rows(name, length, policy, seconds, _operations(shape, length, policy))
-    return rows
+def attention_rows(shape_name: str, length: int, budget: int, rounds: int) -> list[Row]:
+    """Times the last chunk of a context in one layer: append, score, select, attend; float32, batch 1.
 
-
-def prompt_rows(lengths: Sequence[int], budget: int, rounds: int, progress: Callable[[str], None]) -> list[Row]:
-    """Times whole prompts of a SmolLM2-shaped model with random weights, from the first chunk to the first logits.
-
-    Dense attention reads chunks of 256, its default, QuoKA those of its own.
+    Args:
+      shape_name: of ``SHAPES``.
+      length: tokens of context, the chunk's included; a multiple of 1024.
+      budget: past tokens that QuoKA reads.
+      rounds: runs of each.
     """
-    params, rows, policy = random_params(SMOLLM2), [], QuoKA(budget)
-    for length in lengths:
-        prompt = [[i % 1000 for i in range(length)]]
-        options: dict[str, dict] = {"dense": {}, "quoka": {"prefill_policy": policy}}
-
-        def run(name, prompt=prompt, options=options, length=length):
-            progress(f"a prompt of {length} tokens, {name}")
-            return prefill(params, prompt, capacity=length, **options[name]).logits
-
-        for name, chosen in options.items():  # compiles the chunk's program for this capacity
-            progress(f"compiling for {length} tokens, {name}")
-            jax.block_until_ready(prefill(params, [prompt[0][:256]], capacity=length, **chosen).logits)
-        seconds = time_interleaved({name: functools.partial(run, name) for name in options}, rounds, warm=True)
-        shape = Shape(SMOLLM2.n_heads, SMOLLM2.n_kv_heads, SMOLLM2.head_dim)
-        ends = range(policy.chunk, length + 1, policy.chunk)
-        dense, ours = (sum(work) for work in zip(*(_operations(shape, end, policy) for end in ends), strict=True))
-        rows += _rows("smollm2 prompt", length, policy, seconds, (dense, ours))
-    return rows
+    shape, policy = SHAPES[shape_name], QuoKA(budget)
+    timings = time_interleaved(_attention_calls(shape, length, policy), rounds)
+    methods = _methods(policy, *_operations(shape, length, policy))
+    return make_rows(shape_name, length, "float32", timings, methods, operations=True)
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
-    """Lays rows out."""
-    shown = Table(title=title, title_justify="left")
-    for column in ("shape", "length", "method", "time", "ratio", "by operations", "achieved"):
-        shown.add_column(column, justify="left" if column in ("shape", "method") else "right")
-    for row in rows:
-        took = f"{row.ms:.1f} ms" if row.ms < 1e4 else f"{row.ms / 1e3:.1f} s"
-        ratio, model, achieved = f"{row.ratio:.2f}x", f"{row.byte_model:.1f}x", f"{row.achieved:.0%}"
-        shown.add_row(row.shape, f"{row.length}", row.method, took, ratio, model, achieved)
-    return shown
+def prompt_rows(length: int, budget: int, rounds: int, progress: Callable[[str], None]) -> list[Row]:
+    """Times a whole prompt of a SmolLM2-shaped model with random weights, from the first chunk to the first logits.
+
+    Dense attention reads chunks of 256, its default, QuoKA those of its own. The model counts the attention's
+    operations with everything else left out, so that no ratio can reach it.
+
+    Args:
+      length: of the prompt, a multiple of 1024.
+      budget: past tokens that QuoKA reads.
+      rounds: runs of each.
+      progress: told what is done.
+    """
+    params, policy = random_params(SMOLLM2), QuoKA(budget)
+    prompt = [i % 1000 for i in range(length)]
+    timings = time_prompts(params, prompt, policy, rounds, progress)
+    methods = _methods(policy, *prompt_operations(params, length, policy))
+    return make_rows("smollm2 prompt", length, "float32", timings, methods, operations=True)
+
+
+def time_prompts(
+    params: Params, prompt: Sequence[int], policy: QuoKA, rounds: int, progress: Callable[[str], None]
+) -> dict[str, Timing]:
+    """Times reading a prompt, dense and by ``policy``, compiling apart, by reading a first chunk twice."""
+    options: dict[str, dict] = {"dense": {}, "quoka": {"prefill_policy": policy}}
+
+    def read(name, tokens):
+        start = time.perf_counter()
+        logits = prefill(params, [tokens], capacity=len(prompt), **options[name]).logits
+        jax.block_until_ready(logits)
+        return time.perf_counter() - start
+
+    def run(name):
+        progress(f"a prompt of {len(prompt)} tokens, {name}")
+        read(name, prompt)
+
+    compiling = {}
+    for name in options:
+        progress(f"compiling for {len(prompt)} tokens, {name}")
+        first, again = (read(name, prompt[:256]) for _ in range(2))
+        compiling[name] = max(0.0, first - again)
+    timings = time_interleaved({name: functools.partial(run, name) for name in options}, rounds, warm=True)
+    return {name: timing._replace(compile=compiling[name]) for name, timing in timings.items()}
+
+
+def prompt_operations(params: Params, length: int, policy: QuoKA) -> tuple[float, float]:
+    """Multiplications with keys and values for a prompt in one layer: dense, and by the policy."""
+    shape = shape_of(params.config)
+    ends = range(policy.chunk, length + 1, policy.chunk)
+    dense, ours = (sum(work) for work in zip(*(_operations(shape, end, policy) for end in ends), strict=True))
+    return dense, ours
 
 
 def _attention_calls(shape: Shape, length: int, policy: QuoKA) -> dict[str, Callable[[], object]]:
@@ -149,8 +144,9 @@ def _attention_calls(shape: Shape, length: int, policy: QuoKA) -> dict[str, Call
         return out
 
     plain = [jax.random.normal(key, (shape.kv_heads, length, shape.head_dim)) for key in keys[1:]]
+    jax.block_until_ready((states, plain))  # arrays are made in the background
     return {
-        "dense, plain arrays": lambda: blocked_attention(q[0], *plain, length - chunk),
+        "plain": lambda: blocked_attention(q[0], *plain, length - chunk),
         "dense": lambda: run("dense"),
         "quoka": lambda: run("quoka"),
     }
@@ -166,12 +162,9 @@ def _operations(shape: Shape, length: int, policy: QuoKA) -> tuple[float, float]
     return dense, scoring + dense * (policy.budget + policy.chunk) / length
 
 
-def _rows(shape: str, length: int, policy: QuoKA, seconds: dict[str, float], work: tuple[float, float]) -> list[Row]:
-    best = min(value for name, value in seconds.items() if name != "quoka")
-    rows = []
-    for name, value in seconds.items():
-        budget, model = (policy.budget, work[0] / work[1]) if name == "quoka" else (None, 1.0)
-        ratio = best / value
-        method = f"QuoKA {budget}" if budget else name
-        rows.append(Row(shape, length, "float32", method, budget, 1e3 * value, ratio, model, ratio / model))
-    return rows
+def _methods(policy: QuoKA, dense: float, ours: float) -> dict[str, Method]:
+    return {
+        "plain": Method("dense, plain arrays", None, dense),
+        "dense": Method("dense", None, dense),
+        "quoka": Method(f"QuoKA {policy.budget}", policy.budget, ours),
+    }

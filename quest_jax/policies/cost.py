@@ -31,8 +31,10 @@ class CostModel(NamedTuple):
         return self.fixed + self.stream * length * metadata + self.listed * min(length, budget) * per_token
 
     def break_even(self, per_token: float, metadata: float, budget: int) -> int:
-        """The length from which choosing ``budget`` tokens is faster."""
+        """The length from which choosing ``budget`` tokens is faster; 2^31 - 1 where it never is."""
         spared = self.stream * (per_token - metadata)
+        if spared <= 0:  # pages of one token, say: their metadata is as large as what they hold
+            return 2**31 - 1
         return max(budget + 1, -int(-(self.fixed + self.listed * budget * per_token) // spared))
 
 

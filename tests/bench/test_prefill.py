@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quest_jax import QuoKA, cli
-from quest_jax.bench import prefill
-from quest_jax.bench.decode import Shape
+from quest_jax.bench import machine, prefill
+from quest_jax.bench.sizes import Shape
 
 
 def test_the_yardstick_is_causal_attention():
@@ -32,7 +32,8 @@ def test_operations_are_those_of_the_algorithm():
     assert prefill._operations(shape, 1152, policy)[1] == prefill._operations(shape, 1152, policy)[0]
 
 
-def test_the_command_writes_its_rows(tmp_path, capsys):
+def test_the_command_writes_its_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "_READ_BYTES", 16 << 20)
     file = tmp_path / "rows.json"
     arguments = ["bench", "prefill", "--lengths", "1024", "--prompts", "--budget", "128", "--rounds", "1"]
     assert cli.main([*arguments, "--json", str(file)]) == 0

@@ -21,6 +21,10 @@ def test_at_the_break_even_both_take_as_long(budget):
         assert (chosen > MODEL.dense(length + more, 1536.0)) == slower
 
 
+def test_metadata_as_large_as_the_keys_and_values_never_pays():
+    assert MODEL.break_even(1536.0, 1536.0, 64) == MODEL.break_even(768.0, 1536.0, 64) == 2**31 - 1
+
+
 def test_a_device_without_figures_has_no_break_even():
     state = make()
     kv, meta = state.cache.kv[0], state.cache.meta[0]
