@@ -182,9 +182,7 @@ def _attend_by(policy, layer, q, k, v, state):
 
     def whole(lengths):
         live = -(-lengths // unit) * k.shape[2]
-        out, _ = page_attention(
-            q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation
-        )
+        out, _ = page_attention(q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation)
         return out, PageReads(live, live, jnp.zeros_like(live), jnp.ones_like(live, bool))
 
     def selected():

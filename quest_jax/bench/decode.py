@@ -17,6 +17,7 @@ from quest_jax.decode import DecodeState, decode_step, prefill, replace_policy
 from quest_jax.memory import check_memory
 from quest_jax.params import Params
 from quest_jax.policies.base import Dense, Policy
+from quest_jax.policies.cost import break_even
 from quest_jax.policies.quest import Quest
 
 METHODS = {
@@ -26,6 +27,7 @@ METHODS = {
     "paged": "paged dense",
     "dot-product": "jax.nn.dot_product_attention",
     "quest": "Quest",
+    "auto": "the library's choice",
     "torch": "torch SDPA",
 }
 """Methods by the name that chooses them, and what the tables call them; other libraries at the end of a round."""
@@ -73,12 +75,24 @@ def attention_rows(
     needed = int(1.25 * (needed + metadata_bytes(shape, length)))
     check_memory(needed, 0, f"decode attention of {shape_name} at {length} tokens", "take fewer --lengths or --shapes")
     calls = _attention_calls(shape, length, dtype, budget, methods)
-    works = {
-        name: Method(METHODS[name], None, cache) if name != "quest"
-        else Method(f"Quest {budget}", budget, quest_bytes(shape, length, dtype, budget))
-        for name in methods
-    }  # fmt: skip
+    chosen = quest_bytes(shape, length, dtype, budget)
+    works = {name: Method(METHODS[name], None, cache) for name in methods}
+    works |= {
+        "quest": Method(f"Quest {budget}", budget, chosen),
+        "auto": Method(
+            f"budget={budget}, {METHODS['auto']}",
+            budget,
+            cache if _takes_dense(shape, length, dtype, budget) else chosen,
+        ),
+    }
     return make_rows(shape_name, length, dtype, time_interleaved(calls, rounds), works)
+
+
+def _takes_dense(shape: Shape, length: int, dtype: str, budget: int) -> bool:
+    """Whether a budget makes the library read all of a row of this length."""
+    page = jnp.zeros((shape.kv_heads, 1, 16, shape.head_dim), dtype)
+    meta = jnp.zeros((1, shape.kv_heads, 1, 2 * shape.head_dim))
+    return length < break_even((page, page), meta, budget)
 
 
 def _attention_calls(
@@ -106,7 +120,11 @@ def _attention_calls(
     }
     if "torch" in methods:
         calls["torch"] = baselines.torch_attention(q, keys, values)
-    policies: dict[str, Policy] = {"paged": Dense(), "quest": Quest(budget, dense_layers=0)}
+    policies: dict[str, Policy] = {
+        "paged": Dense(),
+        "quest": Quest(budget, dense_layers=0),
+        "auto": Quest(budget, dense_layers=0, dense_below="auto"),
+    }
     if wanted := {name: policy for name, policy in policies.items() if name in methods}:
         calls |= paged_calls(shape, length, dtype, wanted)
     return {name: calls[name] for name in methods}

@@ -1,9 +1,10 @@
-"""``quest-jax bench``: decode, prefill, generate, ops, compare."""
+"""``quest-jax bench``: decode, prefill, generate, ops, compare, and by another file breakdown, calibrate."""
 
 import dataclasses
 import pathlib
 from typing import TYPE_CHECKING, Literal
 
+from quest_jax.cli.bench_costs import Breakdown, Calibrate
 from quest_jax.cli.bench_files import Files, check_least, check_lengths
 from quest_jax.cli.common import Dtype, load_both
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from quest_jax.bench.rows import Section
 
 ShapeName = Literal["smollm2", "llama-3-8b", "mha"]
-MethodName = Literal["split", "transposed", "grouped", "paged", "dot-product", "torch", "quest"]
+MethodName = Literal["split", "transposed", "grouped", "paged", "dot-product", "torch", "quest", "auto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Decode(Files):
         from quest_jax.bench.baselines import has_torch
         from quest_jax.bench.decode import METHODS
 
-        if self.methods and not set(self.methods) - {"quest"}:
-            raise ValueError("--methods: expected a dense method to compare with, got only quest; add one, or none.")
+        if self.methods and not set(self.methods) - {"quest", "auto"}:
+            raise ValueError(
+                "--methods: expected a dense method to compare with, got none; add one, or name no method."
+            )
         if "torch" in self.methods and not has_torch():
             raise ImportError('the method "torch" needs PyTorch; pip install "quest-jax[bench]"')
         chosen = self.methods or tuple(name for name in METHODS if name != "torch" or has_torch())
@@ -294,4 +297,12 @@ class Compare:
         return 0
 
 
-COMMANDS = {"decode": Decode, "prefill": Prefill, "generate": Generate, "ops": Ops, "compare": Compare}
+COMMANDS = {
+    "decode": Decode,
+    "prefill": Prefill,
+    "generate": Generate,
+    "ops": Ops,
+    "breakdown": Breakdown,
+    "calibrate": Calibrate,
+    "compare": Compare,
+}

@@ -7,15 +7,15 @@ from quest_jax.pallas_kernels.pages import pool_dtype, pool_shape
 
 
 class CostModel(NamedTuple):
-    """The time of one layer's decode attention for one row of ``L`` tokens, whose tokens take ``t`` bytes of keys and
-    values and ``m`` of metadata: ``stream L t`` for all of it, ``fixed + stream L m + listed budget t`` by selection.
+    """The time of one layer's decode attention, for one row.
+
+    Of ``L`` tokens, each ``t`` bytes of keys and values and ``m`` of metadata, all take ``stream L t``, and a selection
+    ``fixed + stream L m + listed budget t``. ``quest-jax bench calibrate`` measures the constants.
 
     Attributes:
       stream: seconds per byte that is read in order.
       listed: seconds per byte of listed pages, which are gathered first.
       fixed: seconds to choose.
-
-    ``quest-jax bench calibrate`` measures them.
     """
 
     stream: float
@@ -38,9 +38,8 @@ class CostModel(NamedTuple):
         return max(budget + 1, -int(-(self.fixed + self.listed * budget * per_token) // spared))
 
 
-# Two cores of an EPYC (AVX2), float32: the command above, docs/performance.md. Bandwidth and overhead of other CPUs move
-# together enough for a decision between two programs that take about as long at the break-even. No other device has
-# been measured, so none has a model.
+# Two cores of an EPYC (AVX2), float32: the command above. Bandwidth and overhead of other CPUs move together enough for
+# a decision between two programs that take about as long at the break-even. No other device was measured: none has one.
 MODELS = {"cpu": CostModel(stream=4.0e-11, listed=9.0e-11, fixed=1.5e-4)}
 
 

@@ -41,12 +41,13 @@ def test_decode_compares_every_installed_method(run, monkeypatch):
     rows = report["rows"]
     assert [row["method"] for row in rows] == [
         "split32", "split32, keys transposed", "grouped einsum", "paged dense", "jax.nn.dot_product_attention",
-        "Quest 128",
+        "Quest 128", "budget=128, the library's choice",
     ]  # fmt: skip
-    best = min(row["ms"] for row in rows[:-1])
+    best = min(row["ms"] for row in rows[:-2])
     assert all(row["ratio"] == pytest.approx(best / row["ms"]) for row in rows)
     # Metadata is 2D floats for every 16 tokens of 2D floats.
-    assert rows[-1]["byte_model"] == pytest.approx(1 / (1 / 16 + 1 / 4))
+    assert rows[-2]["byte_model"] == pytest.approx(1 / (1 / 16 + 1 / 4))
+    assert rows[-1]["byte_model"] == 1  # so short a row is read whole
     assert rows[0]["gb_s"] == pytest.approx(2 * 3 * 512 * 64 * 4 / rows[0]["ms"] / 1e6)
     assert report["command"] == (
         "quest-jax bench decode --lengths 512 --shapes smollm2 --budget 128 --steps --rounds 2"
@@ -85,6 +86,25 @@ def test_generate_times_tokens_and_the_first_one(run, tmp_path):
                       (" first token", "QuoKA 64")]  # fmt: skip
     assert report["rows"][0]["gb_s"] > 0 and report["rows"][2]["gb_s"] is None
     assert "llama.cpp" not in out  # no GGUF file
+
+
+def test_breakdown_and_calibrate_print_tables(monkeypatch, capsys):
+    from quest_jax import LlamaConfig
+    from quest_jax.bench import breakdown
+
+    monkeypatch.setattr(breakdown, "SMOLLM2", LlamaConfig(64, 32, 64, 4, 4, 2, 8, 512))
+    assert cli.main(["bench", "breakdown", "--length", "128", "--budget", "64", "--rounds", "1"]) == 0
+    assert "choosing pages" in capsys.readouterr().out
+    sizes = ["--lengths", "512", "1024", "--budgets", "64", "--rounds", "1"]
+    assert cli.main(["bench", "calibrate", *sizes]) == 0
+    assert "CostModel(stream=" in capsys.readouterr().out
+    for wrong in (
+        ["calibrate", "--lengths", "512"],
+        ["calibrate", "--budgets", "65536"],
+        ["breakdown", "--length", "9"],
+    ):
+        assert cli.main(["bench", *wrong]) == 2
+        assert "expected" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
