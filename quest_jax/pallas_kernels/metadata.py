@@ -14,11 +14,11 @@ steps, and ``step`` is at least ``2**-19`` of the page's largest key; then no su
 with large keys widen the others: what that costs in recall is measured by ``quest-jax eval metadata``.
 
 Keys count as the device's arithmetic counts them: where it flushes denormals (a CPU under XLA does), they are zero. A
-page with a key that is NaN or infinite has such bounds too: in int8 in all its channels. Rounding outward may also pass
-the largest number, of bfloat16 or float32, and then gives infinity.
+page with a key that is NaN or infinite has such bounds too, in int8 in all its channels. Keys beyond the largest bfloat16
+(``3.39e38``), in int8 beyond ``2**126``, count as infinite.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,7 @@ def bounds_of(meta: Metadata) -> Array:
 
 def metadata_kind(meta: Metadata) -> Kind:
     """Returns how ``meta`` is kept."""
-    name = bounds_of(meta).dtype.name
-    assert name in Kind.__args__
-    return name
+    return cast(Kind, bounds_of(meta).dtype.name)
 
 
 def metadata_nbytes(head_dim: int, kind: Kind) -> int:
@@ -152,9 +150,9 @@ def _scaled(low, high):
 
     below, above = whole(low, jnp.floor), whole(high, jnp.ceil)
     first = below.min(axis=-1) + 128
-    finite = jnp.isfinite(largest)
+    finite = largest < 2.0**126  # below it no sum overflows
     codes = jnp.concatenate([below, above], axis=-1) - first[..., None]
-    # Without a bound the codes say -inf to inf, or NaN: -1 and 1 times a step that is not finite.
+    # The others reach from -inf to inf, or are NaN: -1 and 1 times a step that is not finite.
     sides = jnp.where(jnp.arange(codes.shape[-1]) < low.shape[-1], -1, 1)
     codes = jnp.where(finite[..., None], codes, sides).astype(jnp.int8)
-    return ScaledMetadata(codes, jnp.where(finite, step, largest), jnp.where(finite, first * step, 0))
+    return ScaledMetadata(codes, jnp.where(finite, step, largest * jnp.inf), jnp.where(finite, first * step, 0))

@@ -85,7 +85,6 @@ class Quest(PagePolicy):
                 raise ValueError(f"Quest: expected {name} to be one of {known}, got {getattr(self, name)!r}.")
         if not 0 <= self.beta <= 1:
             raise ValueError(f"Quest: expected beta in [0, 1] (0: middle of the box, 1: the bound), got {self.beta}.")
-
         if self.block_pages is not None and self.reduce == "sum_softmax" and self.variant != "sim":
             raise ValueError(
                 "Quest: expected another reduce than 'sum_softmax' with block_pages, got both: it weighs a head by its "

@@ -25,7 +25,7 @@ def why_not(call: dispatch.Call) -> str | None:
         return "it serves metadata in float32 or bfloat16, got int8."
     tile = mosaic_tpu.sublanes(call.dtype)
     if call.pages is not None and call.pages % tile:
-        return f"a row has metadata of {call.pages} pages, no multiple of the {tile} rows of a TPU tile: XLA would copy it."
+        return f"a row has metadata of {call.pages} pages, no multiple of the {tile} rows of a tile: XLA would copy it."
     return mosaic_tpu.why_not(call)
 
 
