@@ -17,6 +17,7 @@ from quest_jax.pallas_kernels.append.blocks import block_metadata
 from quest_jax.pallas_kernels.append.norms import inverse_norms
 from quest_jax.pallas_kernels.append.reference import min_max
 from quest_jax.pallas_kernels.metadata import (
+    BlockMetadata,
     Kind,
     Metadata,
     bounds_of,
@@ -58,7 +59,7 @@ class Cache(struct.PyTreeNode):
     page_table: Int[Array, "B P"] | None
     head_dim: int = struct.field(pytree_node=False)
     norms: tuple[Float[Array, "B K L"], ...] | None = None
-    blocks: tuple[Metadata, ...] | None = None
+    blocks: tuple[BlockMetadata, ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -225,7 +226,7 @@ def rebuild_metadata(cache: Cache) -> tuple[Metadata, ...]:
     return tuple(one_layer(kv) for kv in cache.kv)
 
 
-def rebuild_blocks(cache: Cache) -> tuple[Metadata, ...] | None:
+def rebuild_blocks(cache: Cache) -> tuple[BlockMetadata, ...] | None:
     """Computes the metadata of the blocks of every layer anew from that of the pages; None where the cache has none."""
     if cache.blocks is None:
         return None

@@ -14,8 +14,8 @@ steps, and ``step`` is at least ``2**-19`` of the page's largest key; then no su
 with large keys widen the others: what that costs in recall is measured by ``quest-jax eval metadata``.
 
 Keys count as the device's arithmetic counts them: where it flushes denormals (a CPU under XLA does), they are zero. A
-page with a key that is NaN or infinite has such bounds too, in int8 in all its channels. Keys beyond the largest bfloat16
-(``3.39e38``), in int8 beyond ``2**126``, count as infinite.
+page with a key that is NaN or infinite has such bounds too, in int8 in all its channels. Keys beyond the largest
+bfloat16 (``3.39e38``), in int8 beyond ``2**126``, count as infinite.
 """
 
 from typing import Any, Literal, NamedTuple, cast
@@ -41,9 +41,11 @@ class ScaledMetadata(NamedTuple):
 
 
 Metadata = Float[Array, "*layers B K P D2"] | ScaledMetadata
+BlockMetadata = Float[Array, "B K blocks D2"] | ScaledMetadata
+"""The same of blocks of pages."""
 
 
-def bounds_of(meta: Metadata) -> Array:
+def bounds_of(meta: Metadata | BlockMetadata) -> Array:
     """The array ``[.., B, K, P, 2D]`` that has the sizes: the bounds themselves, or their codes."""
     return meta.codes if isinstance(meta, ScaledMetadata) else meta
 
@@ -97,7 +99,9 @@ def keep_used(meta: Metadata, used: Bool[Array, "B P"]) -> Metadata:
     return jax.tree.map(one, meta)
 
 
-def gather_blocks(meta: Metadata, chosen: Int[Array, "B lists n"], block_pages: int) -> Metadata:
+def gather_blocks(
+    meta: Metadata, chosen: Int[Array, "B lists n"], block_pages: int
+) -> Float[Array, "B lists pages D2"] | ScaledMetadata:
     """Reads the metadata of whole blocks of ``block_pages`` pages, each a contiguous row.
 
     Args:

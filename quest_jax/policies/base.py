@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from quest_jax.pallas_kernels.metadata import Kind, Metadata, metadata_nbytes
+from quest_jax.pallas_kernels.metadata import BlockMetadata, Kind, Metadata, metadata_nbytes
 from quest_jax.pallas_kernels.pages import KV, pool_shape
 
 
@@ -28,7 +28,7 @@ class LayerView(NamedTuple):
     starts: Int[Array, "B"]
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
-    blocks: Metadata | None = None
+    blocks: BlockMetadata | None = None
 
     @property
     def page_size(self) -> int:

@@ -47,8 +47,8 @@ class Quest(PagePolicy):
       dense_layers: the first layers attend to everything; they need far more pages than the rest.
       sink_pages: pages at the start that are always read (``quest`` only).
       block_pages: two levels, for contexts of 128K tokens and more: score blocks of so many pages first (the cache then
-        keeps their min and max), and of pages only those of the best blocks by their bound. None scores every page.
-        The group shares the blocks: by the ``mean`` of its bounds where pages go by that, else by the ``max``.
+        keeps their min and max), and of pages only those of the best blocks, ranked as the pages are. None scores every
+        page. A group shares its blocks: by the ``mean`` of its scores where pages go by that, else by the ``max``.
       candidates: with two levels, pages that are scored for every page of the budget, in whole blocks, the current one
         besides. A cache of no more blocks is scored on one level.
 
@@ -132,7 +132,8 @@ class Quest(PagePolicy):
             )
         found = find_candidates(
             q[:, 0], view.meta, view.blocks, view.lengths, count, page_size=view.page_size,
-            reduce="mean" if self._reduce == "mean" else "max", sink_pages=self._sinks, implementation=implementation,
+            reduce="mean" if self._reduce == "mean" else "max", beta=self._box_size, sink_pages=self._sinks,
+            implementation=implementation,
         )  # fmt: skip
         scores = self.score(q[:, 0], found.meta, found.lengths, view.page_size, implementation)
         selection = self.select(scores, found.lengths, view.page_size)
@@ -141,6 +142,11 @@ class Quest(PagePolicy):
     @property
     def _reduce(self) -> Reduce:
         return "per_head" if self.variant == "sim" else self.reduce
+
+    @property
+    def _box_size(self) -> float:
+        bound = self.ranking == "box" or (self.ranking is None and self.variant != "quest")
+        return 1.0 if bound else self.beta
 
     @property
     def _sinks(self) -> int:
@@ -163,11 +169,9 @@ class Quest(PagePolicy):
     ) -> Float[Array, "B lists P"]:
         """Scores every page; see the class."""
         reduce = self._reduce
-        bound = self.ranking == "box" or (self.ranking is None and self.variant != "quest")
-        beta = 1.0 if bound else self.beta
         in_op = reduce if reduce in ("mean", "max") else "none"
         scores = page_scores(
-            q, meta, lengths, page_size=page_size, reduce=in_op, beta=beta, implementation=implementation
+            q, meta, lengths, page_size=page_size, reduce=in_op, beta=self._box_size, implementation=implementation
         )
         if reduce in ("mean", "max", "per_head"):
             return scores

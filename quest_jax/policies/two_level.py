@@ -2,7 +2,8 @@
 
 Scoring every page costs ``1 / S`` of the cache a step however small the budget is, and from about ``L = S * budget`` on
 more than the attention. A block's box contains the boxes of its pages, so its bound is at least the score of each of
-them, bound or shrunk box: a page outranks all pages of a block as soon as it outranks the block.
+its pages: where blocks are ranked by their bound, a page that outranks a block outranks all of its pages. The shrunk
+box of a block promises nothing, and ranks better: the corners of a large box are emptier than those of a small one.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from quest_jax.pallas_kernels.metadata import Metadata, bounds_of, gather_blocks
+from quest_jax.pallas_kernels.metadata import BlockMetadata, Metadata, bounds_of, gather_blocks
 from quest_jax.pallas_kernels.page_scores.op import Reduce, page_scores
 from quest_jax.policies.ranking import largest
 
@@ -60,16 +61,17 @@ def lengths_within(lengths: Int[Array, "B"], count: int, block_tokens: int) -> I
 def find_candidates(
     q: Float[Array, "B H D"],
     meta: Metadata,
-    blocks: Metadata,
+    blocks: BlockMetadata,
     lengths: Int[Array, "B"],
     count: int,
     *,
     page_size: int,
     reduce: Reduce,
+    beta: float,
     sink_pages: int,
     implementation: str | None,
 ) -> Candidates:
-    """Takes the ``count`` blocks of highest bound of each KV head; the lowest wins a tie, but on a GPU.
+    """Takes the ``count`` blocks of highest score of each KV head; the lowest wins a tie, but on a GPU.
 
     Args:
       q: queries of one token per row.
@@ -78,16 +80,19 @@ def find_candidates(
       lengths: tokens of each row.
       count: of :func:`block_count`.
       page_size: [S] tokens of a page.
-      reduce: ``mean`` or ``max`` of the bounds over the heads of a group, which share the blocks.
+      reduce: ``mean`` or ``max`` of the scores over the heads of a group, which share the blocks.
+      beta: size of the box, 1 for the bound.
       sink_pages: pages at the start whose blocks are always taken; so is the current one.
       implementation: of the scoring.
     """
     n_blocks = bounds_of(blocks).shape[-2]
     block_pages = bounds_of(meta).shape[-2] // n_blocks
     block_tokens = block_pages * page_size
-    scores = page_scores(q, blocks, lengths, page_size=block_tokens, reduce=reduce, implementation=implementation)
+    scores = page_scores(
+        q, blocks, lengths, page_size=block_tokens, reduce=reduce, beta=beta, implementation=implementation
+    )
     block, used = jnp.arange(n_blocks), -(-lengths // block_tokens)
-    # A bound that is infinite or NaN is among the highest, and below the blocks that are always taken.
+    # A score that is infinite or NaN is among the highest, and below the blocks that are always taken.
     most = float(jnp.finfo(jnp.float32).max)
     scores = jnp.where(jnp.isnan(scores), most / 2, jnp.clip(scores, -most / 2, most / 2))
     always = (block * block_pages < sink_pages) | (block == used[:, None] - 1)

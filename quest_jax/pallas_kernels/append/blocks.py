@@ -4,13 +4,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from quest_jax.pallas_kernels.metadata import Metadata, bounds_of, decode, encode, gather_blocks, metadata_kind
+from quest_jax.pallas_kernels.metadata import (
+    BlockMetadata,
+    Metadata,
+    bounds_of,
+    decode,
+    encode,
+    gather_blocks,
+    metadata_kind,
+)
 
 
 @jax.named_scope("append_blocks")
 def append_blocks(
-    blocks: Metadata, meta: Metadata, starts: Int[Array, "B"], ends: Int[Array, "B"], *, tokens: int, page_size: int
-) -> Metadata:
+    blocks: BlockMetadata,
+    meta: Metadata,
+    starts: Int[Array, "B"],
+    ends: Int[Array, "B"],
+    *,
+    tokens: int,
+    page_size: int,
+) -> BlockMetadata:
     """Brings the blocks up to date in which :func:`~quest_jax.pallas_kernels.append.op.append` wrote.
 
     Made anew from the pages' metadata, as that is from the keys, and of its kind. In place when ``blocks`` is donated.
@@ -33,7 +47,7 @@ def append_blocks(
     return jax.tree.map(lambda old, leaf: old.at[index].set(leaf, mode="drop"), blocks, new)
 
 
-def block_metadata(meta: Metadata, chosen: Int[Array, "B n"], n_blocks: int, used: Int[Array, "B"]) -> Metadata:
+def block_metadata(meta: Metadata, chosen: Int[Array, "B n"], n_blocks: int, used: Int[Array, "B"]) -> BlockMetadata:
     """Returns the metadata ``[B, K, n, 2D]`` of the blocks ``chosen`` of each row, of which ``used`` pages have tokens.
 
     A block's bounds contain those that its pages' metadata says, not only the keys.
