@@ -57,7 +57,7 @@ def test_metadata_equals_rebuilt_after_any_mix_of_writes(metadata):
     )
     _, state = read(state.replace(cache=poisoned), draw(2, 90), [33, 1, 1, 16, 7, 32], (90, 47))
     clean = state.cache.replace(meta=rebuild_metadata(state.cache))
-    used, used_blocks = np.arange(16) * 16 < [[90], [47]], np.arange(8) * 32 < [[90], [47]]
+    used, used_blocks = (jnp.arange(0, 256, size) < jnp.array([[90], [47]]) for size in (16, 32))
     chex.assert_trees_all_equal(keep_used(state.cache.meta[0], used), clean.meta[0])
     chex.assert_trees_all_equal(keep_used(state.cache.blocks[0], used_blocks), rebuild_blocks(clean)[0])
     assert clean.metadata == metadata and clean.block_pages == 2

@@ -25,7 +25,8 @@ class Quest(PagePolicy):
 
     A page with per-channel key bounds ``m`` and ``M`` scores :math:`\sum_i \max(q_i m_i, q_i M_i)`, which no
     ``q . k`` of the page exceeds. Per decode step and layer it reads all metadata and ``budget`` tokens:
-    ``1 / S + budget / L`` of the cache's bytes (times 2D float32 per page for the metadata).
+    ``1 / S + budget / L`` of the cache's bytes (times 2D float32 per page for the metadata, less where it is narrow).
+    With ``block_pages`` N it scores ``1 / N`` of that and ``candidates * budget`` tokens' pages instead of all.
 
     The paper has two programs that differ; ``variant`` names them:
 
@@ -47,8 +48,9 @@ class Quest(PagePolicy):
       dense_layers: the first layers attend to everything; they need far more pages than the rest.
       sink_pages: pages at the start that are always read (``quest`` only).
       block_pages: two levels, for contexts of 128K tokens and more: score blocks of so many pages first (the cache then
-        keeps their min and max), and of pages only those of the best blocks, ranked as the pages are. None scores every
-        page. A group shares its blocks: by the ``mean`` of its scores where pages go by that, else by the ``max``.
+        keeps their min and max), and of pages only those of the best blocks, by their bound where pages go by theirs,
+        else by a box of half ``beta``. None scores every page. A group shares its blocks: by the ``mean`` of its scores
+        where pages go by that, else by the ``max``.
       candidates: with two levels, pages that are scored for every page of the budget, in whole blocks, the current one
         besides. A cache of no more blocks is scored on one level.
 
@@ -132,7 +134,7 @@ class Quest(PagePolicy):
             )
         found = find_candidates(
             q[:, 0], view.meta, view.blocks, view.lengths, count, page_size=view.page_size,
-            reduce="mean" if self._reduce == "mean" else "max", beta=self._box_size, sink_pages=self._sinks,
+            reduce="mean" if self._reduce == "mean" else "max", beta=self._block_box_size, sink_pages=self._sinks,
             implementation=implementation,
         )  # fmt: skip
         scores = self.score(q[:, 0], found.meta, found.lengths, view.page_size, implementation)
@@ -147,6 +149,11 @@ class Quest(PagePolicy):
     def _box_size(self) -> float:
         bound = self.ranking == "box" or (self.ranking is None and self.variant != "quest")
         return 1.0 if bound else self.beta
+
+    @property
+    def _block_box_size(self) -> float:
+        # The larger a box, the emptier its corners: half as much of it loses half as much attention on SmolLM2.
+        return 1.0 if self._box_size == 1 else self.beta / 2
 
     @property
     def _sinks(self) -> int:

@@ -55,7 +55,7 @@ def test_takes_the_best_pages_of_the_best_blocks(options, kind):
 
     one_level = Quest(64, **options)
     per_head = policy.variant == "sim" or policy.reduce == "per_head"
-    beta = 0.5 if policy.variant == "quest" and policy.ranking is None else 1.0
+    beta = 0.25 if policy.variant == "quest" and policy.ranking is None else 1.0
     in_op = "mean" if policy.reduce == "mean" and not per_head else "max"
     scores = np.array(
         page_scores(q[:, 0], decode(view.blocks), view.lengths, page_size=BLOCK * 16, reduce=in_op, beta=beta)
