@@ -174,8 +174,10 @@ def test_a_cache_without_the_blocks_is_refused(as_a_user):
 
 
 def test_a_cache_has_whole_blocks_and_only_where_they_are_needed():
-    for policy, pages, blocks in ((None, 7, None), (Quest(64), 7, None), (Quest(64, block_pages=4), 8, 2)):
+    for policy, pages, shapes in (
+        (None, 7, None), (Quest(64), 7, None), (Quest(64, block_pages=4), 8, [(1, 1, 2, 16)] * 2)
+    ):  # fmt: skip
         cache = init_attention(2, 1, 8, batch=1, capacity=100, policy=policy).cache
-        assert cache.pages_per_row == pages and cache.block_pages == (4 if blocks else None)
-        assert blocks is None or [bounds_of(leaf).shape for leaf in cache.blocks] == [(1, 1, blocks, 16)] * 2
+        assert cache.pages_per_row == pages and cache.block_pages == (4 if shapes else None)
+        assert (cache.blocks and [bounds_of(leaf).shape for leaf in cache.blocks]) == shapes
         assert len({leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)}) == len(jax.tree.leaves(cache))
