@@ -14,8 +14,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.cache import Cache, init_cache
+from quest_jax.pallas_kernels.append.blocks import append_blocks
 from quest_jax.pallas_kernels.append.norms import append_norms
 from quest_jax.pallas_kernels.append.op import append
+from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens
 from quest_jax.policies.base import Dense, LayerView, Policy, checked
@@ -72,11 +74,12 @@ def init_attention(
     dtype=jnp.float32,
     layout: Layout | Literal["auto"] = "auto",
     implementation: str | None = None,
+    metadata: Kind = "float32",
 ) -> AttentionState:
     """Makes the state of an empty cache.
 
     Args:
-      n_layers, n_kv_heads, head_dim, batch, capacity, page_size, dtype, layout: see
+      n_layers, n_kv_heads, head_dim, batch, capacity, page_size, dtype, layout, metadata: see
         :func:`~quest_jax.cache.init_cache`.
       policy: for decoding; None is dense.
       prefill_policy: for several new tokens at once; None is dense.
@@ -100,7 +103,7 @@ def init_attention(
     cache = init_cache(
         n_layers, n_kv_heads, head_dim,
         batch=batch, capacity=capacity, page_size=page_size, dtype=dtype, layout=layout,
-        norms=policy.needs_norms or prefill_policy.needs_norms,
+        norms=policy.needs_norms or prefill_policy.needs_norms, metadata=metadata, block_pages=policy.needs_blocks,
     )  # fmt: skip
     return AttentionState(
         cache=cache,
@@ -177,7 +180,8 @@ def _attend_by(policy, layer, q, k, v, state):
     state = _append(layer, q, k, v, state)
     cache = state.cache
     norms = None if cache.norms is None else cache.norms[layer]
-    view = LayerView(cache.kv[layer], cache.meta[layer], norms, state.starts, cache.lengths, cache.page_table)
+    blocks = None if cache.blocks is None else cache.blocks[layer]
+    view = LayerView(cache.kv[layer], cache.meta[layer], norms, state.starts, cache.lengths, cache.page_table, blocks)
     unit = policy.unit(cache.page_size)
 
     def whole(lengths):
@@ -222,7 +226,7 @@ def _attend_selected(policy, q, k, v, view, implementation):
     return out, PageReads(
         read=selection.counts.sum(axis=-1),
         live=live * k.shape[2],
-        scored=policy.scored(view.starts, view.lengths, view.page_size) * k.shape[2],
+        scored=policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size) * k.shape[2],
         whole=(selection.counts == live[:, None]).all(axis=-1),
     )
 
@@ -255,6 +259,11 @@ def _append(layer, q, k, v, state):
     if cache.norms is not None:
         norms = append_norms(cache.norms[layer], k, state.starts, cache.lengths)
         cache = cache.replace(norms=_with(cache.norms, layer, norms))
+    if cache.blocks is not None:
+        blocks = append_blocks(
+            cache.blocks[layer], meta, state.starts, cache.lengths, tokens=k.shape[1], page_size=cache.page_size
+        )
+        cache = cache.replace(blocks=_with(cache.blocks, layer, blocks))
     return state.replace(cache=cache)
 
 

@@ -13,8 +13,20 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.append.blocks import block_metadata
 from quest_jax.pallas_kernels.append.norms import inverse_norms
 from quest_jax.pallas_kernels.append.reference import min_max
+from quest_jax.pallas_kernels.metadata import (
+    BlockMetadata,
+    Kind,
+    Metadata,
+    bounds_of,
+    empty_metadata,
+    encode,
+    keep_used,
+    metadata_kind,
+    metadata_nbytes,
+)
 from quest_jax.pallas_kernels.pages import (
     KV,
     Layout,
@@ -30,20 +42,24 @@ class Cache(struct.PyTreeNode):
 
     Attributes:
       kv: per layer, the pool of pages, fused ``[K, N, S, 2D]`` or split ``([K, N, S, D], [K, N, S, D])``.
-      meta: per layer, float32 ``[B, K, P, 2D]``: ``[min | max]`` of each page's real keys, in logical page order.
+      meta: per layer, ``[min | max]`` of each page's real keys, in logical page order: float32 ``[B, K, P, 2D]``, or
+        narrower, see :mod:`quest_jax.pallas_kernels.metadata`.
       lengths: int32 ``[B]``, tokens in each row.
       page_table: int32 ``[B, P]``, logical to pool page; None when row ``b`` owns pages ``[b * P, (b + 1) * P)``.
       head_dim: of the model, at most the D that is stored; static.
       norms: per layer, float32 ``[B, K, P * S]``, the inverse norm of each real key by position; None where no policy
         needs them.
+      blocks: per layer, the same as ``meta`` of each block of pages, ``[B, K, P / block_pages, 2D]``; None where no
+        policy needs it.
     """
 
     kv: tuple[KV, ...]
-    meta: tuple[Float[Array, "B K P D2"], ...]
+    meta: tuple[Metadata, ...]
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
     head_dim: int = struct.field(pytree_node=False)
     norms: tuple[Float[Array, "B K L"], ...] | None = None
+    blocks: tuple[BlockMetadata, ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -53,7 +69,17 @@ class Cache(struct.PyTreeNode):
     @property
     def pages_per_row(self) -> int:
         """[P] pages a row can have."""
-        return self.meta[0].shape[-2]
+        return bounds_of(self.meta[0]).shape[-2]
+
+    @property
+    def metadata(self) -> Kind:
+        """How the page metadata is kept."""
+        return metadata_kind(self.meta[0])
+
+    @property
+    def block_pages(self) -> int | None:
+        """Pages of a block, None without :attr:`blocks`."""
+        return None if self.blocks is None else self.pages_per_row // bounds_of(self.blocks[0]).shape[-2]
 
     @property
     def model_shape(self) -> tuple[int, int, int]:
@@ -68,7 +94,7 @@ class Cache(struct.PyTreeNode):
     @property
     def nbytes(self) -> int:
         """Bytes of pages and metadata."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.kv, self.meta, self.norms)))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.kv, self.meta, self.norms, self.blocks)))
 
 
 def init_cache(
@@ -82,25 +108,30 @@ def init_cache(
     dtype=jnp.float32,
     layout: Layout | Literal["auto"] = "auto",
     norms: bool = False,
+    metadata: Kind = "float32",
+    block_pages: int | None = None,
 ) -> Cache:
     """Makes an empty cache.
 
     Args:
       n_layers, n_kv_heads, head_dim: of the model.
       batch: [B] rows.
-      capacity: tokens that each row must be able to hold; rounded up to whole pages.
+      capacity: tokens that each row must be able to hold; rounded up to whole pages, and whole blocks of them.
       page_size: [S] tokens of a page. 16 is Quest's; 32 halves the metadata and the selection's work.
-      dtype: of keys and values, float32, bfloat16 or float16. The metadata is float32, so that the bound holds.
+      dtype: of keys and values, float32, bfloat16 or float16.
       layout: ``auto`` is ``split`` on a CPU and ``fused`` elsewhere; see :mod:`quest_jax.pallas_kernels.pages`.
       norms: keep the inverse norm of every key too, 4 bytes a token and KV head.
+      metadata: of pages, ``float32``, or rounded outward to ``bfloat16`` or ``int8``; a bound in all three. Bytes of a
+        page and KV head: 8 D, 4 D, 2 D + 8.
+      block_pages: keep the min and max of every so many pages too, for a policy of two levels; None does not.
 
     On a TPU or GPU the fused layout stores ``head_dim`` rounded up to a multiple of 64, which is what the kernels read.
 
     Raises:
-      ValueError: a size below 1, or an unknown dtype or layout.
+      ValueError: a size below 1, or an unknown dtype, layout or metadata.
     """
     sizes = dict(n_layers=n_layers, n_kv_heads=n_kv_heads, head_dim=head_dim, batch=batch, capacity=capacity)
-    sizes["page_size"] = page_size
+    sizes |= {"page_size": page_size} | ({} if block_pages is None else {"block_pages": block_pages})
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"init_cache: expected {name} to be an integer of at least 1, got {size!r}.")
@@ -111,8 +142,9 @@ def init_cache(
         )
     if layout not in ("auto", "fused", "split"):
         raise ValueError(f"init_cache: expected layout 'auto', 'fused' or 'split', got {layout!r}.")
+    metadata_nbytes(head_dim, metadata)  # raises for a kind that is none
     layout, stored = _stored(head_dim, layout)
-    pages = -(-capacity // page_size)
+    pages = _pages_for(capacity, page_size, block_pages)
     pool = (n_kv_heads, batch * pages, page_size)
 
     def one_layer() -> KV:
@@ -123,14 +155,23 @@ def init_cache(
     # Every layer its own buffer: one array shared by all could not be donated.
     return Cache(
         kv=tuple(one_layer() for _ in range(n_layers)),
-        meta=tuple(jnp.zeros((batch, n_kv_heads, pages, 2 * stored), jnp.float32) for _ in range(n_layers)),
+        meta=tuple(empty_metadata(batch, n_kv_heads, pages, stored, metadata) for _ in range(n_layers)),
         lengths=jnp.zeros(batch, jnp.int32),
         page_table=None,
         head_dim=head_dim,
         norms=tuple(jnp.zeros((batch, n_kv_heads, pages * page_size), jnp.float32) for _ in range(n_layers))
         if norms
         else None,
+        blocks=tuple(empty_metadata(batch, n_kv_heads, pages // block_pages, stored, metadata) for _ in range(n_layers))
+        if block_pages
+        else None,
     )
+
+
+def _pages_for(capacity: int, page_size: int, block_pages: int | None) -> int:
+    """Pages of a row: blocks of them are read as rows of a matrix, so there are whole ones only."""
+    unit = block_pages or 1
+    return -(-capacity // (page_size * unit)) * unit
 
 
 def _stored(head_dim: int, layout: Layout | Literal["auto"]) -> tuple[Layout, int]:
@@ -152,15 +193,18 @@ def cache_nbytes(
     dtype=jnp.float32,
     layout: Layout | Literal["auto"] = "auto",
     norms: bool = False,
+    metadata: Kind = "float32",
+    block_pages: int | None = None,
 ) -> int:
     """Returns the bytes that :func:`init_cache` of these sizes takes on the current target, without taking them."""
     _, stored = _stored(head_dim, layout)
-    pages = batch * -(-capacity // page_size)
-    per_page = page_size * (2 * stored * jnp.dtype(dtype).itemsize + 4 * norms) + 2 * stored * 4
-    return n_layers * n_kv_heads * pages * per_page
+    pages, bounds = _pages_for(capacity, page_size, block_pages), metadata_nbytes(stored, metadata)
+    per_page = page_size * (2 * stored * jnp.dtype(dtype).itemsize + 4 * norms) + bounds
+    per_head = pages * per_page + (pages // block_pages * bounds if block_pages else 0)
+    return n_layers * batch * n_kv_heads * per_head
 
 
-def rebuild_metadata(cache: Cache) -> tuple[Float[Array, "B K P D2"], ...]:
+def rebuild_metadata(cache: Cache) -> tuple[Metadata, ...]:
     """Computes the metadata of every layer anew from the pages; pages without tokens get zeros.
 
     For tests and after loading pages from elsewhere: :func:`~quest_jax.pallas_kernels.append.op.append` keeps the
@@ -172,13 +216,25 @@ def rebuild_metadata(cache: Cache) -> tuple[Float[Array, "B K P D2"], ...]:
     heads = jnp.arange(pool_shape(cache.kv[0]).kv_heads)[:, None]
     at = logical[:, None] * cache.page_size + jnp.arange(cache.page_size)
     real = (at < cache.lengths[:, None, None])[:, None, :, :, None]
+    used = logical * cache.page_size < cache.lengths[:, None]
 
     def one_layer(kv: KV):
         keys, _ = gather_pages(kv, *jnp.broadcast_arrays(heads, physical))
         low, high = min_max(keys, real)
-        return jnp.where(real.any(axis=-2), jnp.concatenate([low, high], axis=-1).astype(jnp.float32), 0)
+        return keep_used(encode(low, high, cache.metadata), used)
 
     return tuple(one_layer(kv) for kv in cache.kv)
+
+
+def rebuild_blocks(cache: Cache) -> tuple[BlockMetadata, ...] | None:
+    """Computes the metadata of the blocks of every layer anew from that of the pages; None where the cache has none."""
+    if cache.blocks is None:
+        return None
+    n_blocks = bounds_of(cache.blocks[0]).shape[-2]
+    used = -(-cache.lengths // cache.page_size)
+    every = jnp.broadcast_to(jnp.arange(n_blocks), (len(used), n_blocks))
+    real = every * (cache.pages_per_row // n_blocks) < used[:, None]
+    return tuple(keep_used(block_metadata(meta, every, n_blocks, used), real) for meta in cache.meta)
 
 
 def rebuild_norms(cache: Cache) -> tuple[Float[Array, "B K L"], ...]:

@@ -39,6 +39,7 @@ from quest_jax.inputs import (
 )
 from quest_jax.memory import check_memory
 from quest_jax.models import llama
+from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.params import Params
 from quest_jax.policies.base import Policy
 from quest_jax.sampling import NO_TOKEN, Greedy, Sample, make_sampler, sample
@@ -86,6 +87,7 @@ def prefill(
     eos_token_ids: Any = None,
     page_size: int = 16,
     chunk: int | None = None,
+    metadata: Kind = "float32",
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> DecodeState:
@@ -107,6 +109,8 @@ def prefill(
       eos_token_ids: ids that end a row; None for the model's own, () for none.
       page_size: [S] tokens of a page.
       chunk: tokens of a prefill step; None for the prefill policy's own, 256 without one.
+      metadata: how the min and max of pages are kept, ``float32``, ``bfloat16`` or ``int8``; see
+        :func:`~quest_jax.cache.init_cache`.
       implementation: of every op, e.g. ``"xla"``; None takes the best that serves.
       progress: called with (tokens read, tokens in all) after every chunk; not inside ``jit``.
 
@@ -126,7 +130,7 @@ def prefill(
         params, tokens, lengths=lengths, capacity=capacity, budget=budget, policy=policy,
         prefill_budget=prefill_budget, prefill_policy=prefill_policy, temperature=temperature, top_k=top_k,
         top_p=top_p, seed=seed, eos_token_ids=eos_token_ids, page_size=page_size, chunk=chunk,
-        implementation=implementation, progress=progress,
+        metadata=metadata, implementation=implementation, progress=progress,
     )[0]  # fmt: skip
 
 
@@ -147,6 +151,7 @@ def read_prompts(
     eos_token_ids: Any = None,
     page_size: int = 16,
     chunk: int | None = None,
+    metadata: Kind = "float32",
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[DecodeState, PageReads]:
@@ -177,10 +182,13 @@ def read_prompts(
     capacity = bucket(asked, 8 * page_size)
     dtype = params.weights["embed"].dtype
     sizes = (config.n_layers, config.n_kv_heads, config.head_dim)
-    room: dict[str, Any] = dict(batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype)
+    room: dict[str, Any] = dict(
+        batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype, metadata=metadata
+    )
     traced = inside_jit() or is_traced(params, tokens, lengths)
     if not traced:
-        needed = cache_nbytes(*sizes, **room, norms=policy.needs_norms or prefill_policy.needs_norms)
+        norms = policy.needs_norms or prefill_policy.needs_norms
+        needed = cache_nbytes(*sizes, **room, norms=norms, block_pages=policy.needs_blocks)
         what = f"the KV cache of {len(tokens)} x {capacity} tokens in {jnp.dtype(dtype).name}"
         check_memory(needed, 0, what, "take a smaller batch, fewer tokens or bfloat16 weights, or free memory")
     state = DecodeState(
@@ -295,7 +303,7 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
     """Returns the state decoding with another budget or policy; neither is dense. The cache is shared, not copied.
 
     Raises:
-      TypeError, ValueError: no policy, or one that needs key norms where the state has none.
+      TypeError, ValueError: no policy, or one that needs key norms, or blocks of pages, where the state has none.
     """
     cache = state.attention.cache
     policy = as_policy(budget, policy, cache.page_size)
@@ -303,6 +311,12 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
         raise ValueError(
             f"policy: {type(policy).__name__} reads inverse key norms, which this cache does not keep; prefill with a "
             "policy that needs them (policy=), then others can replace it."
+        )
+    if policy.needs_blocks not in (None, cache.block_pages):
+        kept = "none" if cache.block_pages is None else f"blocks of {cache.block_pages}"
+        raise ValueError(
+            f"policy: {type(policy).__name__} reads metadata of blocks of {policy.needs_blocks} pages, and this cache "
+            f"keeps {kept}; prefill with a policy that needs them (policy=), then others can replace it."
         )
     return state.replace(attention=state.attention.replace(policy=policy))
 

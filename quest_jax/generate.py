@@ -63,8 +63,8 @@ def generate(
       stop: strings at which a row ends; the token that completes one is the row's last. Needs ``tokenizer``.
       tokenizer: of :func:`quest_jax.load_tokenizer`.
       **options: ``budget``, ``policy``, ``prefill_budget``, ``prefill_policy``, ``lengths``, ``temperature``,
-        ``top_k``, ``top_p``, ``seed``, ``eos_token_ids``, ``page_size``, ``chunk``, ``capacity``, ``implementation``,
-        ``progress`` as in :func:`prefill`.
+        ``top_k``, ``top_p``, ``seed``, ``eos_token_ids``, ``page_size``, ``chunk``, ``capacity``, ``metadata``,
+        ``implementation``, ``progress`` as in :func:`prefill`.
 
     Returns:
       the new tokens, their number, and what was read.

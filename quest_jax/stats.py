@@ -80,4 +80,5 @@ def make_stats(state: DecodeState, reads: PageReads, prefill: PageReads | None =
 
 def _sizes(policy: Policy, cache: Cache) -> tuple[int, int]:
     shape, itemsize = pool_shape(cache.kv[0]), pool_dtype(cache.kv[0]).itemsize
-    return policy.unit(shape.page_size) * 2 * shape.head_dim * itemsize, policy.scored_nbytes(shape.head_dim, itemsize)
+    page_bytes = policy.unit(shape.page_size) * 2 * shape.head_dim * itemsize
+    return page_bytes, policy.scored_nbytes(shape.head_dim, itemsize, cache.metadata)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import quest_jax
-from quest_jax.cache import rebuild_metadata
+from quest_jax.cache import rebuild_blocks, rebuild_metadata
+from quest_jax.pallas_kernels.metadata import Kind, keep_used
 from tests.pallas_kernels.cases import attention_float64
 
 KV_HEADS, HEADS, WIDTH = 2, 6, 16
@@ -47,9 +48,39 @@ def test_chunks_of_any_size_fill_the_same_cache(size):
     np.testing.assert_allclose(out, whole, atol=2e-6)
 
 
-def test_metadata_equals_rebuilt_after_any_mix_of_writes():
-    _, state = read(make(quest_jax.Quest(64, dense_layers=0)), draw(2, 90), [33, 1, 1, 16, 7, 32], (90, 47))
-    chex.assert_trees_all_equal(state.cache.meta, rebuild_metadata(state.cache))
+@pytest.mark.parametrize("metadata", Kind.__args__)
+def test_metadata_equals_rebuilt_after_any_mix_of_writes(metadata):
+    policy = quest_jax.Quest(32, dense_layers=0, block_pages=2, candidates=1)
+    state = make(policy, metadata=metadata)
+    poisoned = state.cache.replace(  # what memory held before is not folded in
+        meta=jax.tree.map(lambda x: x + 1, state.cache.meta), blocks=jax.tree.map(lambda x: x + 1, state.cache.blocks)
+    )
+    _, state = read(state.replace(cache=poisoned), draw(2, 90), [33, 1, 1, 16, 7, 32], (90, 47))
+    clean = state.cache.replace(meta=rebuild_metadata(state.cache))
+    used, used_blocks = (jnp.arange(0, 256, size) < jnp.array([[90], [47]]) for size in (16, 32))
+    chex.assert_trees_all_equal(keep_used(state.cache.meta[0], used), clean.meta[0])
+    chex.assert_trees_all_equal(keep_used(state.cache.blocks[0], used_blocks), rebuild_blocks(clean)[0])
+    assert clean.metadata == metadata and clean.block_pages == 2
+
+
+def test_blocks_hold_the_bounds_of_all_their_pages_and_of_no_other():
+    _, state = read(make(quest_jax.Quest(64, block_pages=4)), draw(2, 200), [150, 50], (200, 61))
+    meta, blocks = np.asarray(state.cache.meta[0]), np.asarray(state.cache.blocks[0])
+    for row, pages in enumerate((13, 4)):
+        for block in range(-(-pages // 4)):
+            own = meta[row, :, 4 * block : min(4 * block + 4, pages)]
+            expected = np.concatenate([own[..., :WIDTH].min(axis=1), own[..., WIDTH:].max(axis=1)], axis=-1)
+            np.testing.assert_array_equal(blocks[row, :, block], expected)
+
+
+@pytest.mark.parametrize("options", [dict(metadata="bfloat16"), dict(metadata="int8"), dict(block_pages=2)], ids=str)
+def test_narrow_and_two_level_metadata_within_the_budget_are_dense(options):
+    qkv, lengths, sizes = draw(2, 128), (128, 77), [100] + [1] * 28
+    policy = quest_jax.Quest(128, dense_layers=0, block_pages=options.pop("block_pages", None), candidates=1)
+    dense, _ = read(make(), qkv, sizes, lengths)
+    sparse, state = read(make(policy, **options), qkv, sizes, lengths)
+    np.testing.assert_allclose(sparse, dense, atol=1e-6)
+    assert bool(state.reads.whole[0, 0])
 
 
 @pytest.mark.parametrize("budget", [128, 160, 1000])

@@ -23,6 +23,32 @@ def test_sizes(capacity, page_size, layout):
     ), "a buffer shared by two layers could not be donated"
 
 
+@pytest.mark.parametrize("layout", ["split", "fused"])
+@pytest.mark.parametrize("metadata", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("block_pages", [None, 2, 16])
+def test_sizes_of_narrow_and_two_level_metadata(layout, metadata, block_pages):
+    options = dict(batch=2, capacity=100, page_size=7, layout=layout, metadata=metadata, block_pages=block_pages)
+    cache = quest_jax.init_cache(3, 2, 8, **options)
+    assert cache.nbytes == cache_nbytes(3, 2, 8, **options)
+    assert cache.pages_per_row == {None: 15, 2: 16, 16: 16}[block_pages] and cache.block_pages == block_pages
+    plain = quest_jax.init_cache(3, 2, 8, batch=2, capacity=cache.capacity, page_size=7, layout=layout).nbytes
+    one_level = {"float32": 64, "bfloat16": 32, "int8": 24}[metadata] * cache.pages_per_row
+    two_levels = one_level * (1 + 1 / block_pages) if block_pages else one_level
+    assert plain - cache.nbytes == 3 * 2 * 2 * (64 * cache.pages_per_row - two_levels)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"metadata": "float16"}, "metadata: expected one of 'float32', 'bfloat16', 'int8', got 'float16'"),
+    ({"block_pages": 0}, "expected block_pages to be an integer of at least 1, got 0"),
+])  # fmt: skip
+def test_impossible_metadata_is_refused(as_a_user, options, message):
+    with pytest.raises(ValueError, match=message):
+        quest_jax.init_cache(1, 1, 8, batch=1, capacity=64, **options)
+    if "metadata" in options:
+        with pytest.raises(ValueError, match=message):
+            quest_jax.generate(tiny(), [[1, 2]], max_new_tokens=1, **options)
+
+
 def test_token_slots_marks_real_tokens():
     cache = quest_jax.init_cache(1, 1, 8, batch=2, capacity=32, page_size=4)
     cache = cache.replace(
@@ -40,21 +66,28 @@ def compile_step(capacity, policy, **options):
     return step.lower(params, state).compile(), state
 
 
-@pytest.mark.parametrize("policy", [
-    None,
-    quest_jax.Quest(64),
-    quest_jax.Quest(64, reduce="round_robin", dense_layers=0),
-    quest_jax.Quest(64, variant="sim"),
+@pytest.mark.parametrize(("policy", "metadata"), [
+    (None, "float32"),
+    (quest_jax.Quest(64), "float32"),
+    (quest_jax.Quest(64, reduce="round_robin", dense_layers=0), "float32"),
+    (quest_jax.Quest(64, variant="sim"), "float32"),
+    (quest_jax.Quest(64), "bfloat16"),
+    (quest_jax.Quest(64), "int8"),
+    (quest_jax.Quest(64, block_pages=16, candidates=2), "float32"),
+    (quest_jax.Quest(64, block_pages=16, candidates=2, reduce="per_head"), "int8"),
 ], ids=str)  # fmt: skip
-def test_a_decode_step_copies_no_cache(as_a_user, policy):
+def test_a_decode_step_copies_no_cache(as_a_user, policy, metadata):
     temporary, layer = [], []
     for capacity in (2048, 16384):
-        compiled, state = compile_step(capacity, policy)
+        compiled, state = compile_step(capacity, policy, metadata=metadata)
         memory = compiled.memory_analysis()
         cache = state.attention.cache
         assert memory.alias_size_in_bytes >= cache.nbytes, "the cache is not updated in place"
-        shapes = {leaf.shape for leaf in jax.tree.leaves((cache.kv, cache.meta))}
-        wide = [f"f32[{','.join(map(str, shape))}]" for shape in shapes]
+        leaves = jax.tree.leaves((cache.kv, cache.meta, cache.blocks))
+        names = {"float32": "f32", "bfloat16": "bf16", "int8": "s8"}
+        wide = {f"{names[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]" for leaf in leaves}
+        # Steps and offsets of int8 have the shape of scores, and are small.
+        wide -= {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in leaves if leaf.ndim == 3}
         copies = [
             line.strip()
             for line in compiled.as_text().splitlines()

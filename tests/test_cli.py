@@ -197,9 +197,20 @@ def test_eval_mass_and_needle_print_their_tables(run, model):
         assert f"{rule} " in out
 
 
+def test_eval_metadata_prints_its_table(run, model):
+    code, out, _ = run("eval", "metadata", "--model", model, "--tokens", 700, "--budgets", 64, "--queries", 16,
+                       "--candidates", 2)  # fmt: skip
+    assert code == 0 and "prose of 700 tokens" in out
+    for name in ("float32", "bfloat16", "int8", "two levels", "same pages", "mass kept", "bytes/page", "at 128K"):
+        assert name in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("metadata", "--budgets", "8"), "--budgets: expected at least a page, 16 tokens, got [8]."),
+        (("metadata", "--queries", "0"), "--queries: expected at least 1, got 0."),
+        (("metadata", "--block-pages", "1"), "expected block_pages to be at least 2, got 1."),
         (("mass", "--budgets", "8"), "--budgets: expected at least a page, 16 tokens, got [8]."),
         (("mass", "--tokens", "1000"), "expected a text with a chunk of 128 after more than 1024 tokens"),
         (("needle", "--budgets", "0"), "--budgets: expected at least 1 token, got [0]."),

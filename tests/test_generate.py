@@ -116,6 +116,32 @@ def test_stats_are_those_of_the_pages_read():
     assert 0 < stats.share_read() < 1
 
 
+@pytest.mark.parametrize(("metadata", "page"), [("float32", 128), ("bfloat16", 64), ("int8", 40)])
+@pytest.mark.parametrize("block_pages", [None, 2])
+def test_narrow_and_two_level_metadata_are_counted(metadata, page, block_pages):
+    policy = quest_jax.Quest(32, block_pages=block_pages, candidates=1)
+    out = generate(tiny(), [PROMPTS[0]], policy=policy, max_new_tokens=12, metadata=metadata)
+    used = -(-(70 + 1 + np.arange(12)) // 16)  # of a capacity of 8 pages or more, in blocks of 32 tokens
+    scored = used if block_pages is None else -(-used // 2) + (used - 2 * np.maximum(-(-used // 2) - 2, 0))
+    read = out.stats.bytes_read()[:, 2, 0] - 2 * CONFIG.n_kv_heads * 16 * 2 * 16 * 4
+    assert read.tolist() == (scored * CONFIG.n_kv_heads * page).tolist()
+    whole = generate(tiny(), [PROMPTS[0]], max_new_tokens=12)
+    enough = quest_jax.Quest(128, block_pages=block_pages)
+    same = generate(tiny(), [PROMPTS[0]], policy=enough, max_new_tokens=12, metadata=metadata)
+    assert same.tokens.tolist() == whole.tokens.tolist()
+    inside = jax.jit(lambda p: generate(p, [PROMPTS[0]], policy=policy, max_new_tokens=12, metadata=metadata))(tiny())
+    assert inside.tokens.tolist() == out.tokens.tolist()
+
+
+def test_a_policy_of_other_blocks_than_the_cache_keeps_is_refused(as_a_user):
+    state = prefill(tiny(), PROMPTS[:1], policy=quest_jax.Quest(32, block_pages=2))
+    assert quest_jax.replace_policy(state, 32).attention.cache.block_pages == 2
+    with pytest.raises(ValueError, match="blocks of 4 pages, and this cache keeps blocks of 2"):
+        quest_jax.replace_policy(state, policy=quest_jax.Quest(32, block_pages=4))
+    with pytest.raises(ValueError, match="blocks of 2 pages, and this cache keeps none"):
+        quest_jax.replace_policy(prefill(tiny(), PROMPTS[:1]), policy=quest_jax.Quest(32, block_pages=2))
+
+
 def test_poisoned_memory_changes_nothing():
     params = tiny()
     state = prefill(params, PROMPTS[:3], policy=SPARSE)

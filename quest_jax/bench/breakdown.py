@@ -14,6 +14,7 @@ from quest_jax.bench.sizes import SMOLLM2
 from quest_jax.bench.timing import time_interleaved
 from quest_jax.decode import prefill, replace_policy
 from quest_jax.models import llama
+from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.params import random_params
 from quest_jax.policies.base import Policy, Selection
 from quest_jax.policies.quest import Quest
@@ -49,7 +50,7 @@ class LastPages(Policy):
         count = self.budget // view.page_size
         used = -(-view.lengths // view.page_size)
         pages = jnp.maximum(used[:, None, None] - count, 0) + jnp.arange(count)
-        lists = view.meta.shape[1]
+        lists = pool_shape(view.kv).kv_heads
         counts = jnp.minimum(used, count)[:, None]
         return Selection(
             jnp.broadcast_to(pages, (len(used), lists, count)).astype(jnp.int32),

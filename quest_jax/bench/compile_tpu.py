@@ -183,17 +183,19 @@ def attention_program(
     return Program(name, run, arguments, (), (kv,), read)
 
 
-def scores_program(*, rows=2, kv_heads=8, group=4, dim=128, pages=8192, reduce: Reduce = "mean", layers=0) -> Program:
+def scores_program(
+    *, rows=2, kv_heads=8, group=4, dim=128, pages=8192, reduce: Reduce = "mean", layers=0, dtype="float32"
+) -> Program:
     """``page_scores`` of all pages."""
     stack = (layers,) if layers else ()
-    meta = _array((*stack, rows, kv_heads, pages, 2 * stored_head_dim(dim, "fused", "tpu")), "float32")
+    meta = _array((*stack, rows, kv_heads, pages, 2 * stored_head_dim(dim, "fused", "tpu")), dtype)
 
     def run(q, meta, lengths):
         layer = layers - 1 if layers else None
         return page_scores(q, meta, lengths, page_size=16, reduce=reduce, layer=layer, implementation="mosaic_tpu")
 
     arguments = (_array((rows, kv_heads * group, dim), "bfloat16"), meta, _array((rows,)))
-    name = f"page_scores {reduce} of {pages} pages, G={group} D={dim}"
+    name = f"page_scores {reduce} of {pages} pages, G={group} D={dim}" + (f" {dtype}" if dtype != "float32" else "")
     return Program(name, run, arguments, (), (meta,), _nbytes(meta) // max(1, layers))
 
 
@@ -325,6 +327,7 @@ def kernel_programs() -> list[Program]:
         scores_program(reduce="max", group=3, dim=64, layers=2),
         scores_program(reduce="none", group=16, dim=256, pages=1000),
         scores_program(dim=96),
+        scores_program(dtype="bfloat16"),
         token_scores_program(),
         token_scores_program(dim=64, kv_heads=3, pages=320, layers=2, dtype="float32"),
         token_scores_program(dim=80, page=8, pages=512),

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from quest_jax.attention import AttentionState, attend, extend, init_attention
 from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.metadata import bounds_of
 from quest_jax.pallas_kernels.page_attention import op as attention_op
 from quest_jax.pallas_kernels.page_scores import op as scores_op
 from quest_jax.pallas_kernels.pages import PoolShape, pool_shape
@@ -272,7 +273,7 @@ def _state(sizes: Sizes, context: int, batch: int, key) -> AttentionState:
         1, sizes.kv_heads, sizes.head_dim, batch=batch, capacity=context, policy=Quest(sizes.budget, dense_layers=0),
         page_size=sizes.page_size, dtype=sizes.dtype, layout="fused",
     )  # fmt: skip
-    half = _normal(key, (*state.cache.meta[0].shape[:-1], sizes.head_dim), "float32")
+    half = _normal(key, (*bounds_of(state.cache.meta[0]).shape[:-1], sizes.head_dim), "float32")
     pages = (sizes.kv_heads, batch * state.cache.pages_per_row, sizes.page_size, 2 * sizes.head_dim)
     cache = state.cache.replace(
         kv=(_normal(jax.random.fold_in(key, 3), pages, sizes.dtype),),

@@ -1,4 +1,4 @@
-"""``quest-jax eval``: passkey, mass, needle."""
+"""``quest-jax eval``: passkey, mass, needle, metadata."""
 
 import dataclasses
 
@@ -152,4 +152,54 @@ class Needle:
         return 0
 
 
-COMMANDS = {"passkey": Passkey, "mass": Mass, "needle": Needle}
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Measure what narrow metadata, and metadata on two levels, change in what Quest selects on prose.
+
+    Against float32 on one level: the share of its pages that are selected too, the attention on the selected pages, and
+    the bytes that scoring reads, in a layer and step, at the text's length and at 128K.
+
+    Attributes:
+      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
+      tokens: length of the text, of Moby-Dick.
+      budgets: tokens that Quest reads per layer and KV head.
+      queries: of the last tokens, that select as if they were decoded.
+      block_pages: pages of a block of the second level.
+      candidates: pages that two levels score for each page of the budget.
+      page_size: tokens in a page of the cache.
+      dtype: of the weights and the cache.
+    """
+
+    model: str = "smollm2-135m"
+    tokens: int = 8192
+    budgets: tuple[int, ...] = (128, 256, 512)
+    queries: int = 128
+    block_pages: int = 16
+    candidates: int = 8
+    page_size: int = 16
+    dtype: Dtype = "float32"
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+
+        from quest_jax.evals import mass, metadata
+        from quest_jax.progress import counting, stderr_console
+
+        if not self.budgets or min(self.budgets) < self.page_size:
+            raise ValueError(f"--budgets: expected at least a page, {self.page_size} tokens, got {list(self.budgets)}.")
+        if self.queries < 1:
+            raise ValueError(f"--queries: expected at least 1, got {self.queries}.")
+        compared = [metadata.forms(budget, self.block_pages, self.candidates) for budget in self.budgets]
+        console = stderr_console()
+        params, tokenizer = load_both(self.model, self.dtype, console)
+        ids = mass.prose(tokenizer, self.tokens)
+        with counting("layers", console) as progress:
+            found = metadata.run(
+                params, ids, compared, queries=self.queries, page_size=self.page_size, progress=progress
+            )
+        Console().print(metadata.table(found, compared, params, self.tokens, self.page_size))
+        return 0
+
+
+COMMANDS = {"passkey": Passkey, "mass": Mass, "needle": Needle, "metadata": Metadata}

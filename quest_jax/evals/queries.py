@@ -17,6 +17,7 @@ from quest_jax import Params, QuoKA, Tokenizer
 from quest_jax.evals.capture import capture, listed, probabilities
 from quest_jax.evals.mass import FIRST_LAYER
 from quest_jax.evals.needle import Fact, shipped_text, split_sentences
+from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.policies.quoka import average_picks, mean_cosine
 
 # Groups of heads that are looked at in a prompt: those that retrieve.
@@ -132,7 +133,7 @@ def run(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _marks(rule, policy, q, view, key):
-    queries = average_picks(q, _picks(rule, q, policy.n_queries, key), view.meta.shape[1])
+    queries = average_picks(q, _picks(rule, q, policy.n_queries, key), pool_shape(view.kv).kv_heads)
     live = jnp.ones((1, queries.shape[2]), bool)
     return listed(policy.choose_by(queries, live, q.shape[1], view, None), 1, view.norms.shape[-1])
 

@@ -88,6 +88,7 @@ class Call:
       pages: P, of a row, where the op reads or writes one value for each.
       scalars: int32 numbers of page table and page lists, which a kernel may need in scalar memory.
       compute_capability: of a CUDA device, e.g. ``(9, 0)``; None for others.
+      metadata: how the op keeps the page metadata that it writes.
     """
 
     platform: str
@@ -102,6 +103,7 @@ class Call:
     pages: int | None = None
     scalars: int = 0
     compute_capability: tuple[int, int] | None = None
+    metadata: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,7 @@ def describe_call(
     query_tokens: int = 1,
     pages: int | None = None,
     scalars: int = 0,
+    metadata: str = "float32",
 ) -> Call:
     """Describes a call on the current target."""
     device = current_target()
@@ -149,6 +152,7 @@ def describe_call(
         query_tokens=query_tokens,
         pages=pages,
         scalars=scalars,
+        metadata=metadata,
     )
 
 

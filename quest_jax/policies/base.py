@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
+from quest_jax.pallas_kernels.metadata import BlockMetadata, Kind, Metadata, bounds_of, metadata_nbytes
 from quest_jax.pallas_kernels.pages import KV, pool_shape
 
 
@@ -18,14 +19,16 @@ class LayerView(NamedTuple):
       starts: int32 ``[B]``, position of the first query, and how many tokens are past.
       lengths: int32 ``[B]``, tokens in each row, the queries' own included.
       page_table: logical to pool page; None is the identity.
+      blocks: the same as ``meta`` of each block of pages, or None where no policy of the state asked for it.
     """
 
     kv: KV
-    meta: Float[Array, "B K P D2"]
+    meta: Metadata
     norms: Float[Array, "B K L"] | None
     starts: Int[Array, "B"]
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
+    blocks: BlockMetadata | None = None
 
     @property
     def page_size(self) -> int:
@@ -33,9 +36,14 @@ class LayerView(NamedTuple):
         return pool_shape(self.kv).page_size
 
     @property
+    def pages_per_row(self) -> int:
+        """[P] pages that a row can have."""
+        return bounds_of(self.meta).shape[-2]
+
+    @property
     def capacity(self) -> int:
         """Tokens that a row can hold."""
-        return self.meta.shape[-2] * self.page_size
+        return self.pages_per_row * self.page_size
 
 
 class Selection(NamedTuple):
@@ -72,6 +80,11 @@ class Policy:
         return False
 
     @property
+    def needs_blocks(self) -> int | None:
+        """Pages of a block whose min and max it reads, which the cache then keeps; None: of no block."""
+        return None
+
+    @property
     def adds_own(self) -> bool:
         """Whether a query attends to its own token even where that is not selected."""
         return False
@@ -94,15 +107,15 @@ class Policy:
         """Tokens of what a selection lists: ``page_size``, or 1 where tokens are listed."""
         return page_size
 
-    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], page_size: int) -> Int[Array, "B"]:
-        """Counts what :meth:`choose` scores per KV head: pages, unless the method says otherwise."""
-        del starts
+    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
+        """Counts what :meth:`choose` scores per KV head in a cache of ``pages``: pages, unless it says otherwise."""
+        del starts, pages
         return -(-lengths // page_size)
 
-    def scored_nbytes(self, head_dim: int, itemsize: int) -> int:
+    def scored_nbytes(self, head_dim: int, itemsize: int, metadata: Kind = "float32") -> int:
         """Bytes that scoring one of these reads, of keys of ``itemsize`` bytes a channel: a page's min and max."""
         del itemsize
-        return 2 * head_dim * 4
+        return metadata_nbytes(head_dim, metadata)
 
     def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
         """Selects what ``q``, the queries of the tokens from ``view.starts`` on, read.
@@ -129,7 +142,7 @@ class PagePolicy(Policy):
     def score(
         self,
         q: Float[Array, "B H D"],
-        meta: Float[Array, "B K P D2"],
+        meta: Metadata,
         lengths: Int[Array, "B"],
         page_size: int,
         implementation: str | None,

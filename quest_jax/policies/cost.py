@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from quest_jax.pallas_kernels import dispatch
-from quest_jax.pallas_kernels.pages import pool_dtype, pool_shape
+from quest_jax.pallas_kernels.metadata import Metadata, metadata_kind, metadata_nbytes
+from quest_jax.pallas_kernels.pages import KV, pool_dtype, pool_shape
 
 
 class CostModel(NamedTuple):
@@ -43,7 +44,7 @@ class CostModel(NamedTuple):
 MODELS = {"cpu": CostModel(stream=4.0e-11, listed=9.0e-11, fixed=1.5e-4)}
 
 
-def break_even(kv, meta, budget: int) -> int:
+def break_even(kv: KV, meta: Metadata, budget: int) -> int:
     """Returns the length from which selection is faster than dense attention on the current target.
 
     Args:
@@ -58,5 +59,5 @@ def break_even(kv, meta, budget: int) -> int:
         return 0
     shape = pool_shape(kv)
     per_token = float(shape.kv_heads * 2 * shape.head_dim * pool_dtype(kv).itemsize)
-    metadata = shape.kv_heads * meta.shape[-1] * meta.dtype.itemsize / shape.page_size
+    metadata = shape.kv_heads * metadata_nbytes(shape.head_dim, metadata_kind(meta)) / shape.page_size
     return model.break_even(per_token, metadata, budget)

@@ -6,13 +6,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.metadata import Metadata, bounds_of
 from quest_jax.pallas_kernels.page_scores.op import page_scores
 from quest_jax.policies import cost
 from quest_jax.policies.base import LayerView, PagePolicy, Selection
+from quest_jax.policies.ranking import largest
+from quest_jax.policies.two_level import block_count, find_candidates, lengths_within
 
 Variant = Literal["quest", "kernel", "sim"]
 Ranking = Literal["box", "shrunk_box"]
@@ -25,7 +26,8 @@ class Quest(PagePolicy):
 
     A page with per-channel key bounds ``m`` and ``M`` scores :math:`\sum_i \max(q_i m_i, q_i M_i)`, which no
     ``q . k`` of the page exceeds. Per decode step and layer it reads all metadata and ``budget`` tokens:
-    ``1 / S + budget / L`` of the cache's bytes (times 2D float32 per page for the metadata).
+    ``1 / S + budget / L`` of the cache's bytes (times 2D float32 per page for the metadata, less where it is narrow).
+    With ``block_pages`` N it scores ``1 / N`` of that and ``candidates * budget`` tokens' pages instead of all.
 
     The paper has two programs that differ; ``variant`` names them:
 
@@ -48,6 +50,12 @@ class Quest(PagePolicy):
       sink_pages: pages at the start that are always read (``quest`` only).
       dense_below: rows shorter than this many tokens are read whole; ``"auto"``: where the device's
         :class:`~quest_jax.policies.cost.CostModel` says that this is faster. 0, the default, always selects.
+      block_pages: two levels, for contexts of 128K tokens and more: score blocks of so many pages first (the cache then
+        keeps their min and max), and of pages only those of the best blocks, by their bound where pages go by theirs,
+        else by a box of half ``beta``. None scores every page. A group shares its blocks: by the ``mean`` of its scores
+        where pages go by that, else by the ``max``.
+      candidates: with two levels, pages that are scored for every page of the budget, in whole blocks, the current one
+        besides. A cache of no more blocks is scored on one level.
 
     Raises:
       ValueError: a value outside these, or at first use a budget below a page.
@@ -63,11 +71,16 @@ class Quest(PagePolicy):
     dense_layers: int = 2
     sink_pages: int = 1
     dense_below: int | Literal["auto"] = 0
+    block_pages: int | None = None
+    candidates: int = 8
 
     def __post_init__(self):
-        for name, least in (("budget", 1), ("dense_layers", 0), ("sink_pages", 0), ("dense_below", 0)):
+        for name, least in (
+            ("budget", 1), ("dense_layers", 0), ("sink_pages", 0), ("dense_below", 0), ("block_pages", 2),
+            ("candidates", 1),
+        ):  # fmt: skip
             value = getattr(self, name)
-            if (name, value) == ("dense_below", "auto"):
+            if (name, value) in (("dense_below", "auto"), ("block_pages", None)):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
                 known = 'an integer or "auto"' if name == "dense_below" else "an integer"
@@ -80,6 +93,16 @@ class Quest(PagePolicy):
                 raise ValueError(f"Quest: expected {name} to be one of {known}, got {getattr(self, name)!r}.")
         if not 0 <= self.beta <= 1:
             raise ValueError(f"Quest: expected beta in [0, 1] (0: middle of the box, 1: the bound), got {self.beta}.")
+        if self.block_pages is not None and self.reduce == "sum_softmax" and self.variant != "sim":
+            raise ValueError(
+                "Quest: expected another reduce than 'sum_softmax' with block_pages, got both: it weighs a head by its "
+                "softmax over all pages, and two levels do not score them all; take 'mean'."
+            )
+
+    @property
+    def needs_blocks(self) -> int | None:
+        """Two levels need them."""
+        return self.block_pages
 
     def check(self, page_size: int) -> None:
         """Raises ValueError when the budget is below a page."""
@@ -103,25 +126,77 @@ class Quest(PagePolicy):
     def _dense_below(self, view: LayerView) -> int:
         return cost.break_even(view.kv, view.meta, self.budget) if self.dense_below == "auto" else self.dense_below
 
+    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
+        """The pages; with two levels, the blocks and the pages of those that are taken."""
+        count = self._blocks_taken(pages, page_size)
+        if self.block_pages is None or count is None:
+            return super().scored(starts, lengths, pages, page_size)
+        block_tokens = self.block_pages * page_size
+        within = lengths_within(lengths, count, block_tokens)
+        return -(-lengths // block_tokens) + -(-within // page_size)
+
+    def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
+        """Scores and selects for one query token per row."""
+        pages = view.pages_per_row
+        count = self._blocks_taken(pages, view.page_size)
+        if self.block_pages is None or count is None or q.shape[1] != 1:
+            return super().choose(q, view, implementation)
+        if view.blocks is None or bounds_of(view.blocks).shape[-2] * self.block_pages != pages:
+            raise ValueError(
+                f"Quest: expected a cache that keeps the metadata of blocks of {self.block_pages} pages, got one of "
+                "others or none; init_attention and prefill keep it for the policy they are given."
+            )
+        found = find_candidates(
+            q[:, 0], view.meta, view.blocks, view.lengths, count, page_size=view.page_size,
+            reduce="mean" if self._reduce == "mean" else "max", beta=self._block_box_size, sink_pages=self._sinks,
+            implementation=implementation,
+        )  # fmt: skip
+        scores = self.score(q[:, 0], found.meta, found.lengths, view.page_size, implementation)
+        selection = self.select(scores, found.lengths, view.page_size)
+        return selection._replace(pages=found.pages(selection.pages))
+
+    @property
+    def _reduce(self) -> Reduce:
+        return "per_head" if self.variant == "sim" else self.reduce
+
+    @property
+    def _box_size(self) -> float:
+        bound = self.ranking == "box" or (self.ranking is None and self.variant != "quest")
+        return 1.0 if bound else self.beta
+
+    @property
+    def _block_box_size(self) -> float:
+        # The larger a box, the emptier its corners: half as much of it loses half as much attention on SmolLM2.
+        return 1.0 if self._box_size == 1 else self.beta / 2
+
+    @property
+    def _sinks(self) -> int:
+        return self.sink_pages if self.variant == "quest" else 0
+
+    def _blocks_taken(self, pages: int, page_size: int) -> int | None:
+        """Blocks whose pages are scored in a cache of ``pages`` pages; None on one level."""
+        if self.block_pages is None:
+            return None
+        count = block_count(self.budget, page_size, self.block_pages, self.candidates, self._sinks)
+        return count if count * self.block_pages < pages else None
+
     def score(
         self,
         q: Float[Array, "B H D"],
-        meta: Float[Array, "B K P D2"],
+        meta: Metadata,
         lengths: Int[Array, "B"],
         page_size: int,
         implementation: str | None,
     ) -> Float[Array, "B lists P"]:
         """Scores every page; see the class."""
-        reduce: Reduce = "per_head" if self.variant == "sim" else self.reduce
-        bound = self.ranking == "box" or (self.ranking is None and self.variant != "quest")
-        beta = 1.0 if bound else self.beta
+        reduce = self._reduce
         in_op = reduce if reduce in ("mean", "max") else "none"
         scores = page_scores(
-            q, meta, lengths, page_size=page_size, reduce=in_op, beta=beta, implementation=implementation
+            q, meta, lengths, page_size=page_size, reduce=in_op, beta=self._box_size, implementation=implementation
         )
         if reduce in ("mean", "max", "per_head"):
             return scores
-        by_head = scores.reshape(q.shape[0], meta.shape[-3], -1, scores.shape[-1])  # [B, K, G, P]
+        by_head = scores.reshape(q.shape[0], bounds_of(meta).shape[-3], -1, scores.shape[-1])  # [B, K, G, P]
         rows, kv_heads, group, pages = by_head.shape
         live = (jnp.arange(pages) * page_size < lengths[:, None])[:, None]
         if reduce == "sum_softmax":
@@ -149,10 +224,9 @@ class Quest(PagePolicy):
             width = min(-(-self.budget // page_size), pages)
             count = jnp.where(lengths <= self.budget, width, most)
             # Forced pages enter by score, the current page above the sink: with a budget of one page it is the one.
-            sinks = self.sink_pages if self.variant == "quest" else 0
             most_score = float(jnp.finfo(jnp.float32).max)
             scores = jnp.minimum(scores, most_score / 2)  # a bound that overflowed does not push out a forced page
-            scores = jnp.where((page < sinks) & (scores > -jnp.inf), most_score, scores)
+            scores = jnp.where((page < self._sinks) & (scores > -jnp.inf), most_score, scores)
             scores = jnp.where(page == (used - 1)[:, None, None], jnp.inf, scores)
         count = jnp.minimum(count, used)
         best = largest(scores, width)
@@ -165,14 +239,3 @@ class Quest(PagePolicy):
             ascending = jnp.minimum(jnp.sort(jnp.where(taken, best, pages), axis=-1), pages - 1)
         counts = jnp.broadcast_to(count[:, None], scores.shape[:2]).astype(jnp.int32)
         return Selection(ascending.astype(jnp.int32), counts)
-
-
-def largest(scores: Float[Array, "*lists P"], count: int) -> Int[Array, "*lists count"]:
-    """Returns the indices of the ``count`` largest scores, largest first.
-
-    Of equal scores the lowest index comes first. On a GPU their order is arbitrary, and so is which of them are taken
-    at the cut: only without an order of its own does XLA compile a selection (up to 128 of float32, Quest's usual 2048
-    tokens in pages of 16) instead of a sort of everything. Compare selected scores across devices, not pages.
-    """
-    stable = dispatch.current_target().platform != "gpu"
-    return lax.top_k(scores, count, is_stable=stable)[1]

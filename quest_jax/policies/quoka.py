@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.norms import EPSILON
+from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.pallas_kernels.token_scores.op import token_scores
 from quest_jax.policies.base import LayerView, Policy, Selection
-from quest_jax.policies.quest import largest
+from quest_jax.policies.ranking import largest
 
 ChunkMode = Literal["dense", "compete"]
 Score = Literal["cosine", "dot"]
@@ -134,13 +135,14 @@ class QuoKA(Policy):
         """The rows whose past, or with ``compete`` all of it, is within the budget."""
         return (view.starts if self.chunk_mode == "dense" else view.lengths) <= self.budget
 
-    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], page_size: int) -> Int[Array, "B"]:
+    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
         """The keys that are candidates."""
-        del page_size
+        del pages, page_size
         return starts if self.chunk_mode == "dense" else lengths
 
-    def scored_nbytes(self, head_dim: int, itemsize: int) -> int:
+    def scored_nbytes(self, head_dim: int, itemsize: int, metadata: Kind = "float32") -> int:
         """A key, and its inverse norm."""
+        del metadata
         return head_dim * itemsize + 4 * self.needs_norms
 
     def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:

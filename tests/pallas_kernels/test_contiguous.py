@@ -11,7 +11,7 @@ from quest_jax.pallas_kernels.page_attention.op import page_attention
 from tests.pallas_kernels.cases import Case, fill, queries
 from tests.pallas_kernels.test_page_attention import check, reference
 
-LENGTHS = (128, 127, 96, 65, 64, 3, 0)  # of 128: full to empty
+LENGTHS: tuple[int, ...] = (128, 127, 96, 65, 64, 3, 0)  # of 128: full to empty
 
 
 def attend(case, filled, q):
@@ -31,7 +31,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     filled, q = fill(case, poison=0.0), queries(case, 1)
     together, _ = attend(case, filled, q)
     for row, length in enumerate(LENGTHS):
-        kv = tuple(leaf.reshape(2, len(LENGTHS), -1, *leaf.shape[2:])[:, row] for leaf in filled.kv)
+        kv = tuple(leaf.reshape(2, len(LENGTHS), -1, *leaf.shape[2:])[:, row] for leaf in jax.tree.leaves(filled.kv))
         alone, _ = page_attention(q[row : row + 1], kv, jnp.array([max(length - 1, 0)]), jnp.array([length]))
         np.testing.assert_allclose(alone[0], together[row], atol=1e-7)
 
@@ -39,7 +39,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
 def test_nan_in_a_real_value_is_not_hidden():
     case = Case(lengths=(100,))
     filled, q = fill(case, poison=0.0), queries(case, 1)
-    keys, values = filled.kv
+    keys, values = jax.tree.leaves(filled.kv)
     out, _ = page_attention(q, (keys, values.at[0, 2, 3, 5].set(jnp.nan)), filled.lengths - 1, filled.lengths)
     bad = np.zeros(out.shape, bool)
     bad[0, 0, :2, 5] = True  # the heads of the first group, in that channel

@@ -14,8 +14,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from quest_jax.pallas_kernels.append import tpu as append
+from quest_jax.pallas_kernels.metadata import decode, encode
 from quest_jax.pallas_kernels.page_attention import tpu as page_attention
 from quest_jax.pallas_kernels.page_scores import tpu as page_scores
+from quest_jax.pallas_kernels.page_scores.op import page_scores as page_scores_op
 from quest_jax.pallas_kernels.pages import pad_head_dim
 from quest_jax.pallas_kernels.token_scores import tpu as token_scores
 from tests.pallas_kernels import test_page_attention, test_page_scores
@@ -204,6 +206,24 @@ def test_scores_equal_the_equation(case, reduce, beta):
     np.testing.assert_array_equal(np.isneginf(got), ~live)
     scale = np.abs(expected[live]).max(initial=1.0)
     np.testing.assert_allclose(np.asarray(got)[live] / scale, expected[live] / scale, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("case", [Case(layout="fused", head_dim=128, lengths=(40, 128)), Case(
+    layout="fused", capacity=2560, page_size=8, lengths=(2048, 1500, 0), layers=2)], ids=str)  # fmt: skip
+def test_scores_of_bfloat16_metadata_are_those_of_what_it_decodes_to(case):
+    filled, q = fill(case), queries(case, 1)[:, 0]
+    low, high = jnp.split(filled.meta, 2, axis=-1)
+    meta = encode(low, high, "bfloat16")
+    options = dict(page_size=case.page_size, reduce="mean", beta=0.5, layer=case.layer)
+
+    def run(q, meta, lengths):
+        return page_scores.page_scores(q, meta, lengths, **options, block_pages=128, interpret=PLAIN)
+
+    got = np.asarray(jit(run)(q, meta, filled.lengths))
+    expected = np.asarray(page_scores_op(q, decode(meta), filled.lengths, **options))
+    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    live = np.isfinite(expected)
+    np.testing.assert_allclose(got[live], expected[live], rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_of_scores_past_the_length_are_skipped_and_the_last_block_may_be_ragged():

@@ -59,6 +59,10 @@ def test_the_limits_of_all_kernels_are_named(op, changes, says):
 def test_the_limits_of_single_kernels_are_named():
     assert "metadata of 8191 pages" in reason("page_scores", pages=8191)
     assert "metadata of 8191 pages" in reason("append", pages=8191)
+    assert "metadata of 8184 pages, no multiple of the 16 rows" in reason("page_scores", pages=8184, dtype="bfloat16")
+    assert reason("page_scores", pages=8184, dtype="float32") is None
+    assert "serves metadata in float32 or bfloat16, got int8" in reason("page_scores", dtype="int8")
+    assert "writes metadata in float32, got bfloat16" in reason("append", metadata="bfloat16")
     assert reason("page_attention", pages=8191) is None
     assert "write fewer tokens at a time" in reason("append", query_tokens=16384)
 

@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append import reference, tpu
+from quest_jax.pallas_kernels.metadata import Metadata, bounds_of, metadata_kind
 from quest_jax.pallas_kernels.pages import KV, Layer, holds, pad_head_dim, pool_dtype, pool_layout, pool_shape
 
 IMPLEMENTATIONS = (
@@ -14,7 +15,7 @@ IMPLEMENTATIONS = (
 
 def append(
     kv: KV,
-    meta: Float[Array, "*layers B K P D2"],
+    meta: Metadata,
     keys: Float[Array, "B T K D"],
     values: Float[Array, "B T K D"],
     starts: Int[Array, "B"],
@@ -23,7 +24,7 @@ def append(
     *,
     layer: Layer = None,
     implementation: str | None = None,
-) -> tuple[KV, Float[Array, "*layers B K P D2"]]:
+) -> tuple[KV, Metadata]:
     """Writes token ``t`` of row ``b`` at position ``starts[b] + t`` while that is below ``ends[b]``.
 
     The metadata ``[min | max]`` of each touched page is recomputed from its real tokens, so that writing the same
@@ -32,8 +33,8 @@ def append(
 
     Args:
       kv: pool of pages, see :mod:`quest_jax.pallas_kernels.pages`.
-      meta: per row and KV head, in logical page order, the min and max of each stored key channel; float32. Pages
-        without tokens are never read.
+      meta: per row and KV head, in logical page order, the min and max of each stored key channel, in any form of
+        :mod:`quest_jax.pallas_kernels.metadata`. Pages without tokens are never read.
       keys: rotated keys of the new tokens; padded with zeros where the pool stores more channels.
       values: values of the new tokens.
       starts: position of token 0 of each row.
@@ -49,7 +50,7 @@ def append(
       ValueError: shapes or dtypes that do not fit the pool.
     """
     shape = pool_shape(kv)
-    rows = meta.shape[-4]
+    rows, _, pages, _ = bounds_of(meta).shape[-4:]
     fits = (keys.shape[0], keys.shape[2]) == (rows, shape.kv_heads)
     fits &= holds(shape.head_dim, keys.shape[3], pool_layout(kv))
     if keys.shape != values.shape or not fits:
@@ -64,7 +65,7 @@ def append(
         )
     call = dispatch.describe_call(
         shape, pool_dtype(kv), pool_layout(kv), shape.kv_heads, keys.shape[1],
-        pages=meta.shape[-2], scalars=0 if page_table is None else page_table.size,
+        pages=pages, scalars=0 if page_table is None else page_table.size, metadata=metadata_kind(meta),
     )  # fmt: skip
     chosen = dispatch.resolve("append", IMPLEMENTATIONS, call, implementation)
     keys, values = pad_head_dim(keys, shape.head_dim), pad_head_dim(values, shape.head_dim)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from quest_jax.pallas_kernels.metadata import bounds_of, encode, metadata_kind
 from quest_jax.pallas_kernels.pages import gather_pages, physical_pages, pool_shape, scatter_tokens
 
 
@@ -10,7 +11,7 @@ from quest_jax.pallas_kernels.pages import gather_pages, physical_pages, pool_sh
 def append(kv, meta, keys, values, starts, ends, page_table, *, layer):
     """See :func:`quest_jax.pallas_kernels.append.op.append`."""
     shape = pool_shape(kv)
-    pages_per_row = meta.shape[-2]
+    pages_per_row = bounds_of(meta).shape[-2]
     rows = jnp.arange(keys.shape[0])[:, None]
 
     positions = starts[:, None] + jnp.arange(keys.shape[1])
@@ -32,11 +33,11 @@ def append(kv, meta, keys, values, starts, ends, page_table, *, layer):
     stored, _ = gather_pages(kv, heads, physical[None], layer)  # [K, B, touched, S, D]
     real = touched[:, :, None] * shape.page_size + jnp.arange(shape.page_size) < ends[:, None, None]
     low, high = min_max(stored, real[None, ..., None])
-    bounds = jnp.concatenate([low, high], axis=-1).astype(meta.dtype)
+    bounds = encode(low, high, metadata_kind(meta))
     index = (rows[None], heads, jnp.where(live, touched, pages_per_row)[None])
     if layer is not None:
         index = (jnp.full_like(heads, layer), *index)
-    return kv, meta.at[index].set(bounds, mode="drop")
+    return kv, jax.tree.map(lambda old, new: old.at[index].set(new, mode="drop"), meta, bounds)
 
 
 def min_max(keys, real):

@@ -26,6 +26,8 @@ from quest_jax.pallas_kernels.pages import pool_shape
 
 def why_not(call: dispatch.Call) -> str | None:
     """Returns why the kernel does not serve ``call``, or None."""
+    if call.metadata != "float32":
+        return f"it writes metadata in float32, got {call.metadata}; make the cache with metadata='float32'."
     if call.pages is not None and call.pages % SUBLANES:
         return f"a row has metadata of {call.pages} pages, no multiple of the {SUBLANES} rows of a TPU tile."
     one_head = call.query_tokens * 2 * call.head_dim * jnp.dtype(call.dtype).itemsize

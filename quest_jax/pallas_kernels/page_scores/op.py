@@ -5,6 +5,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.metadata import Metadata, bounds_of
 from quest_jax.pallas_kernels.page_scores import gpu, reference, tpu
 from quest_jax.pallas_kernels.pages import Layer, PoolShape, holds, pad_head_dim
 
@@ -19,7 +20,7 @@ Reduce = Literal["mean", "max", "none"]
 
 def page_scores(
     q: Float[Array, "B H D"],
-    meta: Float[Array, "*layers B K P D2"],
+    meta: Metadata,
     lengths: Int[Array, "B"],
     *,
     page_size: int,
@@ -40,7 +41,7 @@ def page_scores(
     Args:
       q: rotated queries, unscaled; any float dtype. Computed in float32.
       meta: ``[min | max]`` per page, as :func:`~quest_jax.pallas_kernels.append.op.append` writes it; both may be
-        padded with zeros.
+        padded with zeros. Kept narrow, it is a wider box: still a bound.
       lengths: tokens of each row; pages at or past them score ``-inf``.
       page_size: [S] tokens of a page.
       reduce: over the query heads of a group. ``mean`` and ``max`` give K lists, ``none`` gives H.
@@ -55,16 +56,17 @@ def page_scores(
       ValueError: shapes that do not fit, or an unknown ``reduce``.
     """
     rows, heads, head_dim = q.shape
-    meta_rows, kv_heads, pages, width = meta.shape[-4:]
+    bounds = bounds_of(meta)
+    meta_rows, kv_heads, pages, width = bounds.shape[-4:]
     if meta_rows != rows or width % 2 or not holds(width // 2, head_dim) or heads % kv_heads:
         raise ValueError(
             "page_scores: expected q [B, H, D] and metadata [.., B, K, P, 2D] with H a multiple of K, "
-            f"got {q.shape} and {meta.shape}."
+            f"got {q.shape} and {bounds.shape}."
         )
     if reduce not in ("mean", "max", "none"):
         raise ValueError(f"page_scores: expected reduce 'mean', 'max' or 'none', got {reduce!r}.")
     shape = PoolShape(kv_heads, pages, page_size, width // 2)
-    call = dispatch.describe_call(shape, meta.dtype, "fused", heads, pages=pages)
+    call = dispatch.describe_call(shape, bounds.dtype, "fused", heads, pages=pages)
     chosen = dispatch.resolve("page_scores", IMPLEMENTATIONS, call, implementation)
     q = pad_head_dim(q, shape.head_dim)
     return chosen.run(q, meta, lengths, page_size=page_size, reduce=reduce, beta=beta, layer=layer)

@@ -16,16 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from quest_jax.pallas_kernels import dispatch, mosaic_tpu
-from quest_jax.pallas_kernels.mosaic_tpu import LANES, SUBLANES
+from quest_jax.pallas_kernels.mosaic_tpu import LANES
 
 
 def why_not(call: dispatch.Call) -> str | None:
     """Returns why the kernel does not serve ``call``, or None."""
-    if call.pages is not None and call.pages % SUBLANES:
-        return (
-            f"a row has metadata of {call.pages} pages, no multiple of the {SUBLANES} rows of a TPU tile: "
-            "XLA would copy it."
-        )
+    if call.dtype == "int8":
+        return "it serves metadata in float32 or bfloat16, got int8."
+    tile = mosaic_tpu.sublanes(call.dtype)
+    if call.pages is not None and call.pages % tile:
+        return f"a row has metadata of {call.pages} pages, no multiple of the {tile} rows of a tile: XLA would copy it."
     return mosaic_tpu.why_not(call)
 
 
