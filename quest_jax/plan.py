@@ -13,15 +13,16 @@ from quest_jax.models.config import LlamaConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.params import Params
 from quest_jax.policies.base import Policy
-from quest_jax.temporaries import decode_temporaries, prefill_temporaries
+from quest_jax.temporaries import decode_temporaries, prefill_temporaries, program_bytes
 from quest_jax.weights.assemble import target_dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes by part, and what there is. Weights, KV, metadata, norms and logits are exact; temporaries are an estimate.
+    """Bytes by part, and what there is. Weights, KV, metadata, norms and logits are exact, the rest is estimated.
 
-    The process itself (Python, JAX, compiling) is not counted: about 0.3 GB of host memory for a model of 30 layers.
+    The resident memory of a process that loads, compiles and runs it on a CPU peaks at ``total + programs`` and what
+    Python and JAX take before (0.25 GB); ``quest-jax plan --measure`` compares.
 
     Attributes:
       config: of the model.
@@ -39,6 +40,7 @@ class Plan:
       logits: of the next token, float32 ``[B, V]``.
       prefill: temporaries of a chunk, see :mod:`quest_jax.temporaries`; memory that decoding uses again.
       decode: temporaries of a decode step.
+      programs: host memory to compile the two programs and to keep them, an estimate for a CPU: not part of ``total``.
       loading: host memory besides the weights while they are loaded, the largest array; free again when that is done.
       loaded: the weights are there already, and so no longer part of ``available``.
       available: bytes that may still be taken, on an accelerator on the device; None where the platform does not say.
@@ -61,6 +63,7 @@ class Plan:
     logits: int
     prefill: int
     decode: int
+    programs: int
     loading: int
     loaded: bool
     available: int | None
@@ -124,7 +127,19 @@ class Plan:
 
     def bytes(self) -> dict[str, int | None]:
         """Returns all numbers of bytes by name, for JSON."""
-        names = ("weights", "kv", "metadata", "norms", "logits", "prefill", "decode", "total", "needed", "loading")
+        names = (
+            "weights",
+            "kv",
+            "metadata",
+            "norms",
+            "logits",
+            "prefill",
+            "decode",
+            "total",
+            "needed",
+            "loading",
+            "programs",
+        )
         return {name: getattr(self, name) for name in (*names, "available", "largest_batch", "largest_len")}
 
     def _parts(self) -> list[tuple[str, int]]:
@@ -142,6 +157,7 @@ class Plan:
             ("temporaries", self.temporaries, f"estimated; prefill by chunks of {self.chunk} "
              f"{_readable(self.prefill)}, decoding {_readable(self.decode)}"),
             ("total", self.total, f"{_readable(self.loading)} more for a moment while loading"),
+            ("programs", self.programs, "besides, estimated; host memory to compile and keep them"),
         ]  # fmt: skip
         lines = [f"{self.batch} x {self.max_len} tokens, {self.dtype}"]
         lines += [f"  {name:<12} {_readable(size):>11}  {note}".rstrip() for name, size, note in rows]
@@ -266,6 +282,7 @@ def _sized(
         logits=4 * batch * config.vocab_size,
         prefill=prefill_temporaries(config, prefill_policy, **room, chunk=taken, itemsize=itemsize),
         decode=decode_temporaries(config, policy, **room, itemsize=itemsize),
+        programs=program_bytes(config, prefill_policy, policy, capacity=capacity, page_size=page_size),
         loading=loading, loaded=loaded, available=available[0], place=available[1],
     )  # fmt: skip
 

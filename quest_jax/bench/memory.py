@@ -14,12 +14,15 @@ import numpy as np
 import quest_jax
 
 
-def measure(model: str, batch: int, max_len: int, dtype: str, **options) -> dict[str, int]:
+def measure(
+    model: str, batch: int, max_len: int, dtype: str, *, prompt: int | None = None, **options
+) -> dict[str, int]:
     """Loads a model, reads prompts that fill ``max_len`` but for a few tokens, and writes these, in a fresh process.
 
     Args:
       model, dtype: as for :func:`quest_jax.load`.
       batch, max_len, options: as for :func:`quest_jax.plan`.
+      prompt: tokens of the prompts, if they are not to fill the cache, all of which is resident all the same.
 
     Returns:
       bytes of resident memory of the process: ``baseline``, with Python, JAX and the library loaded and a first small
@@ -32,7 +35,7 @@ def measure(model: str, batch: int, max_len: int, dtype: str, **options) -> dict
     """
     if sys.platform not in ("linux", "darwin"):
         raise NotImplementedError(f"measuring memory: expected Linux or macOS, which count it, got {sys.platform}.")
-    job = {"model": model, "batch": batch, "max_len": max_len, "dtype": dtype, "options": options}
+    job = {"model": model, "batch": batch, "max_len": max_len, "dtype": dtype, "prompt": prompt, "options": options}
     command = [sys.executable, "-m", "quest_jax.bench.memory", json.dumps(job)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -44,14 +47,13 @@ def measure(model: str, batch: int, max_len: int, dtype: str, **options) -> dict
 def report(plan: quest_jax.Plan, measured: dict[str, int]) -> str:
     """Says in two lines how what was measured compares with ``plan``."""
     if "device_peak" in measured:
-        peak, base, where = measured["device_peak"], 0, "on the device"
-    else:
-        peak, base, where = measured["peak"], measured["baseline"], "resident"
-    over, what = peak - base, "with it, the whole process"
+        peak = measured["device_peak"]
+        return f"  measured: peak {peak / 1e6:.0f} MB on the device, {peak / plan.total - 1:+.1%} of the total"
+    peak, base, planned = measured["peak"], measured["baseline"], plan.total + plan.programs
     return (
-        f"  measured: peak {peak / 1e6:.0f} MB {where}, of which {base / 1e6:.0f} MB before anything was loaded "
-        f"(Python and JAX);\n  the rest, {over / 1e6:.0f} MB, is {over / plan.total - 1:+.1%} of the plan; {what} "
-        f"is {peak / (plan.total + base) - 1:+.1%}"
+        f"  measured: peak {peak / 1e6:.0f} MB resident, {base / 1e6:.0f} MB of it Python and JAX before "
+        f"loading;\n  the rest, {(peak - base) / 1e6:.0f} MB, is {(peak - base) / planned - 1:+.1%} of total and "
+        "programs"
     )
 
 
@@ -63,7 +65,7 @@ def main() -> None:
     params = quest_jax.load(job["model"], dtype=job["dtype"])
     measured["loaded"] = _peak()
     new = min(8, job["max_len"] - 1)
-    shape = (job["batch"], job["max_len"] - new)
+    shape = (job["batch"], job["prompt"] or job["max_len"] - new)
     prompts = np.random.default_rng(0).integers(0, params.config.vocab_size, shape)
     start = time.perf_counter()
     quest_jax.generate(params, prompts, max_new_tokens=new, capacity=job["max_len"], eos_token_ids=(), **job["options"])
