@@ -14,17 +14,19 @@ from quest_jax.attention import (
     prefill_attention,
 )
 from quest_jax.cache import Cache, init_cache, rebuild_metadata
+from quest_jax.compilation import enable_compilation_cache
 from quest_jax.decode import DecodeState, decode_step, feed_tokens, prefill, replace_policy
 from quest_jax.generate import Chunk, Generation, generate, stream
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.params import Params, random_params
+from quest_jax.plan import Plan, plan
 from quest_jax.policies.base import Dense, LayerView, PagePolicy, Policy, Selection
 from quest_jax.policies.quest import Quest
 from quest_jax.policies.quoka import QuoKA
 from quest_jax.sampling import Greedy, Sample, make_sampler, sample
 from quest_jax.stats import DecodeStats, ReadStats
 from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer, load_tokenizer
-from quest_jax.weights.load import load, save
+from quest_jax.weights.load import load, load_config, save
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ __all__ = [
     "PagePolicy",
     "PageReads",
     "Params",
+    "Plan",
     "Policy",
     "Quest",
     "QuoKA",
@@ -55,14 +58,17 @@ __all__ = [
     "attend",
     "decode_attention",
     "decode_step",
+    "enable_compilation_cache",
     "extend",
     "feed_tokens",
     "generate",
     "init_attention",
     "init_cache",
     "load",
+    "load_config",
     "load_tokenizer",
     "make_sampler",
+    "plan",
     "prefill",
     "prefill_attention",
     "random_params",

@@ -60,6 +60,15 @@ class AttentionState(struct.PyTreeNode):
     prefill_policy: Policy = struct.field(pytree_node=False, default=Dense())
     implementation: str | None = struct.field(pytree_node=False, default=None)
 
+    def view(self, layer: int) -> LayerView:
+        """Returns the cache of a layer as a policy sees it."""
+        cache = self.cache
+        norms = None if cache.norms is None else cache.norms[layer]
+        blocks = None if cache.blocks is None else cache.blocks[layer]
+        return LayerView(
+            cache.kv[layer], cache.meta[layer], norms, self.starts, cache.lengths, cache.page_table, blocks
+        )
+
 
 def init_attention(
     n_layers: int,
@@ -179,9 +188,7 @@ def decode_attention(layer, q, k, v, state):
 def _attend_by(policy, layer, q, k, v, state):
     state = _append(layer, q, k, v, state)
     cache = state.cache
-    norms = None if cache.norms is None else cache.norms[layer]
-    blocks = None if cache.blocks is None else cache.blocks[layer]
-    view = LayerView(cache.kv[layer], cache.meta[layer], norms, state.starts, cache.lengths, cache.page_table, blocks)
+    view = state.view(layer)
     unit = policy.unit(cache.page_size)
 
     def whole(lengths):

@@ -6,10 +6,11 @@ Every function here works eagerly and inside a caller's ``jax.jit``. Values are 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -23,7 +24,6 @@ from quest_jax.attention import (
     init_reads,
     prefill_attention,
 )
-from quest_jax.cache import cache_nbytes
 from quest_jax.inputs import (
     as_batch,
     as_chunk,
@@ -36,11 +36,13 @@ from quest_jax.inputs import (
     bucket,
     inside_jit,
     is_traced,
+    short_chunk,
 )
-from quest_jax.memory import check_memory
 from quest_jax.models import llama
+from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.params import Params
+from quest_jax.plan import plan_generation
 from quest_jax.policies.base import Policy
 from quest_jax.sampling import NO_TOKEN, Greedy, Sample, make_sampler, sample
 
@@ -121,7 +123,7 @@ def prefill(
     Raises:
       TypeError, ValueError: input out of range, before anything is compiled.
       NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
-      MemoryError: the cache does not fit, with the bytes it needs.
+      MemoryError: cache and temporaries do not fit, by :func:`quest_jax.plan`; the message has the bytes by part.
 
     Recompiles for another batch size, capacity size, page size, chunk, policy, model or dtype; not for another prompt
     length, temperature, top_p, seed or eos.
@@ -154,8 +156,8 @@ def read_prompts(
     metadata: Kind = "float32",
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[DecodeState, PageReads]:
-    """As :func:`prefill`, and returns what every chunk read too, ``[chunks, layers, B]``."""
+) -> tuple[DecodeState, PageReads | list[PageReads]]:
+    """As :func:`prefill`, and returns what every chunk read too, each ``[layers, B]``; ``[chunks, ...]`` inside jit."""
     config = as_params(params).config
     page_size = as_size("page_size", page_size)
     policy = as_policy(budget, policy, page_size)
@@ -181,31 +183,27 @@ def read_prompts(
         )
     capacity = bucket(asked, 8 * page_size)
     dtype = params.weights["embed"].dtype
-    sizes = (config.n_layers, config.n_kv_heads, config.head_dim)
     room: dict[str, Any] = dict(
         batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype, metadata=metadata
     )
     traced = inside_jit() or is_traced(params, tokens, lengths)
     if not traced:
-        norms = policy.needs_norms or prefill_policy.needs_norms
-        needed = cache_nbytes(*sizes, **room, norms=norms, block_pages=policy.needs_blocks)
-        what = f"the KV cache of {len(tokens)} x {capacity} tokens in {jnp.dtype(dtype).name}"
-        check_memory(needed, 0, what, "take a smaller batch, fewer tokens or bfloat16 weights, or free memory")
-    state = DecodeState(
-        attention=init_attention(
-            *sizes, **room, policy=policy, prefill_policy=prefill_policy, implementation=implementation
-        ),
-        logits=jnp.zeros((len(tokens), config.vocab_size), jnp.float32),
-        done=jnp.zeros(len(tokens), bool),
-        keys=row_keys(seed, len(tokens)),
-        eos=jnp.asarray(as_eos(eos_token_ids, config.eos_token_ids, config.vocab_size)),
-        sampler=sampler,
-    )
-    # A short prompt takes a short chunk; powers of two, so that few programs are compiled.
-    chunk = min(chunk, max(16, 1 << (longest - 1).bit_length()))
-    padded = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, -longest % chunk)))
-    lengths = jnp.asarray(lengths, jnp.int32)
+        sizes_of = dict(
+            page_size=page_size, chunk=chunk, policy=policy, prefill_policy=prefill_policy, metadata=metadata
+        )
+        plan_generation(params, len(tokens), capacity, **sizes_of).check()
+    attention = _Attention(
+        **room, n_layers=config.n_layers, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim,
+        policy=policy, prefill_policy=prefill_policy, implementation=implementation, target=dispatch.current_target(),
+    )  # fmt: skip
+    eos = as_eos(eos_token_ids, config.eos_token_ids, config.vocab_size)
+    init = _init_state if traced else _init_state_jit
+    state = init(attention, config.vocab_size, as_seeds(seed, len(tokens)), eos, sampler)
+    chunk = short_chunk(chunk, longest)
+    padding = ((0, 0), (0, -longest % chunk))
     if traced:
+        padded = jnp.pad(jnp.asarray(tokens, jnp.int32), padding)
+        lengths = jnp.asarray(lengths, jnp.int32)
 
         def read(i, carry):
             state, reads = carry
@@ -216,14 +214,49 @@ def read_prompts(
         reads = init_reads(padded.shape[1] // chunk, config.n_layers, len(tokens))
         state, reads = lax.fori_loop(0, -(-lengths.max() // chunk), read, (state, reads))
         return _without_norms(state), reads
-    chunks = []
+    padded, chunks = np.pad(tokens, padding), []  # on the host: there no shape is compiled for
     for start in range(0, longest, chunk):
-        state = _prefill_chunk_jit(params, state, padded[:, start : start + chunk], jnp.int32(start), lengths)
-        chunks.append(jax.tree.map(jnp.copy, state.attention.reads))  # the state is donated to the next chunk
+        piece = padded[:, start : start + chunk]
+        state, reads = _prefill_chunk_jit(params, state, piece, np.int32(start), lengths)
+        chunks.append(reads)
         if progress is not None:
             jax.block_until_ready(state.logits)
             progress(min(start + chunk, longest), longest)
-    return _without_norms(state), jax.tree.map(lambda *steps: jnp.stack(steps), *chunks)
+    return _without_norms(state), chunks
+
+
+class _Attention(NamedTuple):
+    """What :func:`init_attention` is told, static; and the device for which its layout is chosen."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    batch: int
+    capacity: int
+    page_size: int
+    dtype: Any
+    metadata: Kind
+    policy: Policy
+    prefill_policy: Policy
+    implementation: str | None
+    target: dispatch.Target
+
+
+def _init_state(attention: _Attention, vocab_size: int, seeds, eos, sampler) -> DecodeState:
+    options = attention._asdict()
+    del options["target"]
+    return DecodeState(
+        attention=init_attention(**options),
+        logits=jnp.zeros((attention.batch, vocab_size), jnp.float32),
+        done=jnp.zeros(attention.batch, bool),
+        keys=row_keys(seeds, attention.batch),
+        eos=jnp.asarray(eos),
+        sampler=sampler,
+    )
+
+
+# One program, where every array made on its own would be one.
+_init_state_jit = jax.jit(_init_state, static_argnums=(0, 1))
 
 
 def _without_norms(state: DecodeState) -> DecodeState:
@@ -339,7 +372,13 @@ def prefill_chunk(params, state, tokens, start, lengths):
     return _with_logits(params, state, attention, hidden, n_new > 0)
 
 
-_prefill_chunk_jit = jax.jit(prefill_chunk, donate_argnames="state")
+def _prefill_chunk(params, state, tokens, start, lengths):
+    """As :func:`prefill_chunk`, and returns the reads apart: the state is donated to the next chunk."""
+    state = prefill_chunk(params, state, tokens, start, lengths)
+    return state, state.attention.reads
+
+
+_prefill_chunk_jit = jax.jit(_prefill_chunk, donate_argnames="state")
 
 
 def _feed(params, state, token, write):

@@ -1,7 +1,7 @@
 """Generation: read the prompts, then decode in one compiled loop."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ def generate(
 
     Raises:
       TypeError, ValueError: input out of range, before anything is compiled.
-      MemoryError: the cache does not fit.
+      MemoryError: it does not fit, as :func:`quest_jax.prefill` says.
       NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
       FloatingPointError: the model's logits are NaN (inside ``jit`` the row just ends).
 
@@ -95,9 +95,9 @@ def generate(
     state, prompt_reads = _start(params, tokens, max_new_tokens, options)
     matchers = [_Matcher(tokenizer, stop) for _ in range(len(state.done))] if stop and tokenizer else None
     blocks, reads, made = [], [], 0
-    while made < max_new_tokens and not bool(state.done.all()):
+    while made < max_new_tokens and not np.asarray(state.done).all():
         limit = min(_BLOCK, max_new_tokens - made)
-        state, new, read = _decode_block_jit(params, state, jnp.int32(limit), _BLOCK)
+        state, new, read = _decode_block_jit(params, state, np.int32(limit), _BLOCK)
         new = np.array(new)[:, :limit]
         if matchers:
             state = state.replace(done=state.done | jnp.asarray(_cut(matchers, new)))
@@ -107,9 +107,9 @@ def generate(
         made += limit
     new = np.concatenate(blocks, axis=1)
     new = np.pad(new, ((0, 0), (0, max_new_tokens - new.shape[1])), constant_values=NO_TOKEN)
-    steps = jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)[:made]), *reads)
-    lengths = jnp.asarray((new != NO_TOKEN).sum(axis=1), jnp.int32)
-    return Generation(jnp.asarray(new), lengths, make_stats(state, steps, prompt_reads))
+    steps = _on_host(reads, lambda parts: np.concatenate(parts)[:made])
+    lengths = jax.device_put((new != NO_TOKEN).sum(axis=1).astype(np.int32))
+    return Generation(jax.device_put(new), lengths, make_stats(state, steps, prompt_reads))
 
 
 def stream(
@@ -148,12 +148,12 @@ def _stream(params, state, max_new_tokens, tokenizer, stop):
     matcher = _Matcher(tokenizer, stop) if tokenizer else None
     eos = set(state.eos.tolist())
     for _ in range(max_new_tokens):
-        state, new, _ = _decode_block_jit(params, state, jnp.int32(1), _BLOCK)
+        state, new, _ = _decode_block_jit(params, state, np.int32(1), _BLOCK)
         _check_finite(state)
-        token = int(new[0, 0])
+        token = int(np.asarray(new)[0, 0])
         text = matcher.push(token) if matcher and token not in eos else ""
         yield Chunk(token, text)
-        if bool(state.done[0]) or (matcher and matcher.stopped):
+        if np.asarray(state.done)[0] or (matcher and matcher.stopped):
             break
     if matcher and (rest := matcher.flush()):
         yield Chunk(NO_TOKEN, rest)
@@ -172,7 +172,13 @@ def _start(params, tokens, max_new_tokens, options) -> tuple[DecodeState, PageRe
             f"capacity: expected at least {needed} (prompt {longest} + max_new_tokens {max_new_tokens}), "
             f"got {capacity}."
         )
-    return read_prompts(params, tokens, **options | {"lengths": lengths, "capacity": capacity or needed})
+    state, reads = read_prompts(params, tokens, **options | {"lengths": lengths, "capacity": capacity or needed})
+    return state, reads if isinstance(reads, PageReads) else _on_host(reads, np.stack)
+
+
+def _on_host(reads: list[PageReads], join: Callable[[Sequence[np.ndarray]], np.ndarray]) -> PageReads:
+    """Joins counts without a program for every number of them."""
+    return jax.tree.map(lambda *parts: jax.device_put(join([np.asarray(part) for part in parts])), *reads)
 
 
 def _decode_block(params: Params, state: DecodeState, limit: Any, block: int):

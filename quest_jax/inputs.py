@@ -18,7 +18,7 @@ _WRAP = "wrap a single prompt in a list: [tokens]"
 
 def inside_jit() -> bool:
     """Says whether a ``jit`` around this call is tracing: then nothing that is computed has a value yet."""
-    return is_traced(jnp.zeros(()))
+    return is_traced(jax.device_put(np.zeros(())))  # compiles nothing where it is not
 
 
 def is_traced(*trees: Any) -> bool:
@@ -145,6 +145,11 @@ def as_chunk(chunk: Any, policy: Policy) -> int:
             f"{type(policy).__name__}(..., chunk={chunk})."
         )
     return int(chunk)
+
+
+def short_chunk(chunk: int, longest: int) -> int:
+    """Cuts a chunk for prompts that all are shorter; to a power of two, so that few programs are compiled."""
+    return min(chunk, max(16, 1 << (longest - 1).bit_length()))
 
 
 def as_size(name: str, value: Any) -> int:

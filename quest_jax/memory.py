@@ -1,8 +1,9 @@
 """Is there room? Asked before anything large is allocated."""
 
 import pathlib
+from typing import Any
 
-import jax.numpy as jnp
+import jax
 
 _ADVICE = 'load with dtype="bfloat16" (half of float32), free memory, or take a smaller model'
 
@@ -18,14 +19,31 @@ def check_memory(kept: int, staged: int, what: str, advice: str = _ADVICE) -> No
     Raises:
       MemoryError: with both numbers. Nothing is raised where the platform does not tell.
     """
-    (device,) = jnp.zeros(()).devices()
-    if device.platform == "cpu":
-        _compare(kept + staged, available_host_bytes(), what, "of host memory", advice)
+    left, place = available_bytes()
+    if default_device().platform == "cpu":
+        _compare(kept + staged, left, what, place, advice)
         return
     _compare(staged, available_host_bytes(), what, "of host memory", advice)
+    _compare(kept, left, what, place, advice)
+
+
+def default_device() -> Any:
+    """The device that arrays are made on unless told otherwise: ``jax.default_device``, or the first."""
+    default = jax.config.jax_default_device
+    if default is None:
+        return jax.devices()[0]
+    return jax.devices(default)[0] if isinstance(default, str) else default
+
+
+def available_bytes() -> tuple[int | None, str]:
+    """Bytes that may still be taken on the default device, None where it does not tell; and where, for messages."""
+    device = default_device()
+    if device.platform == "cpu":
+        return available_host_bytes(), "of host memory"
     stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        _compare(kept, stats["bytes_limit"] - stats.get("bytes_in_use", 0), what, f"on {device}", advice)
+    if not stats or "bytes_limit" not in stats:
+        return None, f"on {device}"
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0), f"on {device}"
 
 
 def available_host_bytes() -> int | None:

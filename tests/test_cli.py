@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+import quest_jax
 from quest_jax import cli, generate, load, load_tokenizer
 from tests.imports import ROOT
 from tests.tiny_model import write_tiny_model
@@ -28,6 +30,14 @@ def run(capsys):
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """Calls of ``enable_compilation_cache``: no test of the command line keeps programs in the user's home."""
+    calls = []
+    monkeypatch.setattr(quest_jax, "enable_compilation_cache", lambda: calls.append(1))
+    return calls
 
 
 def expected_text(model: str, prompt: str, **options) -> str:
@@ -74,7 +84,36 @@ def test_chat_wraps_the_prompt(run, model):
     assert run(*options, "--chat")[1] == expected_text(model, "[user]Hi\n[assistant]", max_new_tokens=6) + "\n"
 
 
+def test_programs_are_kept_for_the_next_run_unless_told_otherwise(run, model, kept, monkeypatch):
+    options = ("generate", "--model", model, "--prompt", "Hi", "--max-new-tokens", 3)
+    _, wanted, _ = run(*options)
+    assert kept == [1]
+    assert run(*options, "--no-compilation-cache")[1] == wanted and kept == [1]
+
+    def fail():
+        raise PermissionError("/home: expected a directory")
+
+    monkeypatch.setattr(quest_jax, "enable_compilation_cache", fail)
+    code, out, err = run(*options)
+    assert (code, out) == (0, wanted) and "compiled programs are not kept: /home: expected" in err
+
+
+def test_plan_prints_a_table_or_json_from_a_config_alone(run, model, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_bytes((pathlib.Path(model) / "config.json").read_bytes())
+    options = ("plan", "--model", config, "--batch", 3, "--max-len", 1000, "--budget", 64, "--prefill-budget", 64)
+    code, out, err = run(*options)
+    assert (code, err) == (0, "") and out.startswith("3 x 1000 tokens, float32\n")
+    assert all(part in out for part in ("weights", "KV", "metadata", "key norms", "temporaries", "programs", "at most"))
+    made = quest_jax.plan(load(model), 3, 1000, budget=64, prefill_budget=64)
+    planned = json.loads(run(*options, "--json")[1])
+    assert planned["weights"] == made.weights and planned["total"] == planned["needed"] == made.total
+    assert json.loads(run(*options, "--json", "--dtype", "bfloat16")[1])["kv"] == made.kv // 2
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
+    (("plan", "--model", "MODEL", "--batch", "0"), "batch: expected at least 1, got 0"),
+    (("plan", "--model", "MODEL", "--budget", "3"), "budget"),
     (("generate", "--model", "no/such/model", "--prompt", "a"), "no such model"),
     (("generate", "--prompt", "a", "--prompt-file", "b"), "expected --prompt or --prompt-file, got both"),
     (("generate", "--prompt", "a", "--system", "b"), "add --chat"),
@@ -143,6 +182,7 @@ def test_errors_of_the_library_itself_are_not_hidden(run, monkeypatch):
 def test_a_reader_that_has_gone_ends_the_command_quietly(model):
     command = [sys.executable, "-c", "import sys; from quest_jax import cli; sys.exit(cli.main(sys.argv[1:]))"]
     command += ["generate", "--model", model, "--prompt", "a", "--max-new-tokens", "400"]
+    command += ["--no-compilation-cache"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -28,11 +28,7 @@ def test_accelerator_counts_its_own_memory(monkeypatch):
         def __str__(self):
             return "gpu:0"
 
-    class Array:
-        def devices(self):
-            return {Device()}
-
-    monkeypatch.setattr(memory.jnp, "zeros", lambda shape: Array())
+    monkeypatch.setattr(memory, "default_device", Device)
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 50)
     check_memory(700, 50, "model")  # the host holds one array at a time
     with pytest.raises(MemoryError, match="on gpu:0"):

@@ -10,6 +10,16 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16"]
 
 
+def keep_programs(console: "Console") -> None:
+    """Lets the next run find this one's compiled programs; says so where that cannot be, and goes on."""
+    from quest_jax import enable_compilation_cache
+
+    try:
+        enable_compilation_cache()
+    except OSError as error:
+        console.print(f"compiled programs are not kept: {error}", highlight=False)
+
+
 def load_both(model: str, dtype: Dtype, console: "Console") -> "tuple[Params, Tokenizer]":
     """Loads weights and tokenizer, with a spinner."""
     from quest_jax import load, load_tokenizer

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from quest_jax.cli.common import Dtype
+from quest_jax.cli.common import Dtype, keep_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Demo:
       max_new_tokens: length of the answer.
       page_size: tokens in a page of the cache.
       dtype: of the weights and the cache.
+      no_compilation_cache: compile everything anew, and keep no compiled program for the next run; see generate.
     """
 
     model: str = "smollm2-135m"
@@ -30,6 +31,7 @@ class Demo:
     max_new_tokens: int = 8
     page_size: int = 16
     dtype: Dtype = "float32"
+    no_compilation_cache: bool = False
 
     def run(self) -> int:
         """Prints the table."""
@@ -39,9 +41,12 @@ class Demo:
         from quest_jax.evals.needle import Fact
         from quest_jax.progress import stderr_console
 
+        console = stderr_console()
+        if not self.no_compilation_cache:
+            keep_programs(console)
         run_demo(
             self.model, Fact(answer=self.answer), tokens=self.tokens, depth=self.depth, budgets=self.budgets,
             prefill_budget=self.prefill_budget, max_new_tokens=self.max_new_tokens, page_size=self.page_size,
-            dtype=self.dtype, out=Console(), err=stderr_console(),
+            dtype=self.dtype, out=Console(), err=console,
         )  # fmt: skip
         return 0

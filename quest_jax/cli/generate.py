@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from quest_jax.cli.common import Dtype
+from quest_jax.cli.common import Dtype, keep_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Generate:
       stop: end before this text appears.
       page_size: tokens in a page of the cache.
       dtype: of the weights and the cache.
+      no_compilation_cache: compile everything anew, and keep no compiled program; else they are kept in
+        ~/.cache/quest_jax/compiled (or the platform's folder, or JAX_COMPILATION_CACHE_DIR) for the next run.
     """
 
     model: str = "smollm2-135m"
@@ -50,6 +52,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     page_size: int = 16
     dtype: Dtype = "float32"
+    no_compilation_cache: bool = False
 
     def run(self) -> int:
         """Streams the continuation."""
@@ -60,6 +63,8 @@ class Generate:
         from quest_jax.progress import counting, stderr_console, working
 
         console = stderr_console()
+        if not self.no_compilation_cache:
+            keep_programs(console)
         with working(f"loading {self.model}", console):
             tokenizer = load_tokenizer(self.tokenizer or self.model)
             params = load(self.model, dtype=self.dtype)

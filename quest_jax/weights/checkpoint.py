@@ -81,7 +81,7 @@ def load_checkpoint(path: str | os.PathLike[str], dtype: np.dtype | None = None)
     import orbax.checkpoint as ocp
 
     path = _target(path)
-    config = _read_config(path / MARKER)
+    config = read_checkpoint_config(path / MARKER)
     with ocp.StandardCheckpointer() as checkpointer:
         with _naming(path):
             stored = checkpointer.metadata(path / _WEIGHTS).item_metadata.tree
@@ -166,7 +166,8 @@ def _described(weights: Any) -> list[tuple[str, str]]:
     ]
 
 
-def _read_config(path: pathlib.Path) -> LlamaConfig:
+def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
+    """Reads the file ``MARKER``; raises ValueError where it is damaged."""
     header = read_json(path)
     if header.get("format") != _FORMAT:
         raise ValueError(

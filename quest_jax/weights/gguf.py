@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
 from quest_jax.weights.assemble import StoredTensor, assemble, match_tensors
 from quest_jax.weights.gguf_config import check_architecture, parse_metadata
@@ -61,6 +62,23 @@ def load_gguf(path: str | os.PathLike[str], dtype: np.dtype) -> Params:
         without a dequantiser.
       MemoryError: the weights do not fit; raised before any is read.
     """
+    config, tensors, where = _open(path)
+    matched = match_tensors(config, _NAMES, tensors, where)
+    for key, tensor in matched.items():
+        if key.endswith(("/q", "/k")):
+            matched[key] = dataclasses.replace(
+                tensor, read=functools.partial(_read_rotate_half, tensor, config.head_dim)
+            )
+    return assemble(config, dtype, matched, where)
+
+
+def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:
+    """Reads the config of a GGUF file, and no weights; raises as :func:`load_gguf`."""
+    return _open(path)[0]
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[LlamaConfig, dict[str, StoredTensor], str]:
+    """The config, the tensors of the decoder, not yet read, and the file's name for errors."""
     path = pathlib.Path(path)
     where = str(path)
     directory = read_directory(path)
@@ -81,13 +99,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: np.dtype) -> Params:
         rope_factors=None if factors is None else factors.read(0, factors.shape[0]),
         where=where,
     )
-    matched = match_tensors(config, _NAMES, tensors, where)
-    for key, tensor in matched.items():
-        if key.endswith(("/q", "/k")):
-            matched[key] = dataclasses.replace(
-                tensor, read=functools.partial(_read_rotate_half, tensor, config.head_dim)
-            )
-    return assemble(config, dtype, matched, where)
+    return config, tensors, where
 
 
 def _read_rotate_half(tensor: StoredTensor, head_dim: int, start: int, stop: int) -> np.ndarray:

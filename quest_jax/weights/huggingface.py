@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
 from quest_jax.weights.assemble import assemble, match_tensors
 from quest_jax.weights.hf_config import parse_config
 from quest_jax.weights.safetensors_file import TensorEntry, read_header
 from quest_jax.weights.strict_json import read_json
 
+_CONFIGS = ["config.json", "generation_config.json"]
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -47,12 +49,7 @@ def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype) -> Para
     where = str(directory)
     if not (directory / "config.json").is_file():
         raise ValueError(f"{where}: expected config.json beside the weights; download the whole repository.")
-    generation = directory / "generation_config.json"
-    config = parse_config(
-        read_json(directory / "config.json"),
-        read_json(generation) if generation.is_file() else {},
-        str(directory / "config.json"),
-    )
+    config = read_huggingface_config(directory / "config.json")
     entries = {name: entry for name, entry in _read_entries(directory).items() if not name.endswith(_COMPUTED)}
     if config.tie_word_embeddings:
         _drop_tied_head(entries, where)
@@ -60,8 +57,22 @@ def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype) -> Para
     return assemble(config, dtype, match_tensors(config, _NAMES, stored, where), where)
 
 
-def fetch_repository(repo_id: str) -> pathlib.Path:
+def read_huggingface_config(path: pathlib.Path) -> LlamaConfig:
+    """Reads a ``config.json``, with the ``generation_config.json`` beside it if there is one.
+
+    Raises:
+      ValueError, NotImplementedError: as :func:`load_huggingface`.
+    """
+    generation = path.with_name("generation_config.json")
+    return parse_config(read_json(path), read_json(generation) if generation.is_file() else {}, str(path))
+
+
+def fetch_repository(repo_id: str, *, config_only: bool = False) -> pathlib.Path:
     """Downloads (or finds in the cache) the config, tokenizer and safetensors of a repository on huggingface.co.
+
+    Args:
+      repo_id: ``organisation/name``.
+      config_only: the config and nothing else.
 
     Raises:
       ValueError: no such repository, or one that needs a login.
@@ -74,7 +85,7 @@ def fetch_repository(repo_id: str) -> pathlib.Path:
         # Subfolders hold the same weights in other formats, "consolidated" files too.
         path = huggingface_hub.snapshot_download(
             repo_id,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "tokenizer.model"],
+            allow_patterns=_CONFIGS if config_only else ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"],
             ignore_patterns=["*/*", "consolidated*"],
         )
     except errors.GatedRepoError as error:

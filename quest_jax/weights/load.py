@@ -5,11 +5,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
 from quest_jax.weights.assemble import target_dtype
-from quest_jax.weights.checkpoint import load_checkpoint, save_checkpoint
-from quest_jax.weights.gguf import load_gguf
-from quest_jax.weights.huggingface import load_huggingface
+from quest_jax.weights.checkpoint import MARKER, load_checkpoint, read_checkpoint_config, save_checkpoint
+from quest_jax.weights.gguf import load_gguf, read_gguf_config
+from quest_jax.weights.huggingface import load_huggingface, read_huggingface_config
 from quest_jax.weights.locate import locate
 
 
@@ -44,6 +45,25 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None) -> Params:
         return load_checkpoint(path, wanted)
     read = load_gguf if kind == "gguf" else load_huggingface
     return read(path, target_dtype(jnp.float32) if wanted is None else wanted)
+
+
+def load_config(name_or_path: str | os.PathLike[str]) -> LlamaConfig:
+    """Reads the config of a model, and no weights: for :func:`quest_jax.plan`.
+
+    Args:
+      name_or_path: as for :func:`load`, or the path of a Hugging Face ``config.json`` that stands alone. Of a repo id
+        only the config is fetched; ``"smollm2-135m"`` is a GGUF file, fetched whole.
+
+    Raises:
+      as :func:`load`, for the config.
+
+    Example:
+      ``quest_jax.plan(quest_jax.load_config("path/to/config.json"), batch=4, max_len=32768)``
+    """
+    kind, path = locate(name_or_path, config_only=True)
+    if kind == "checkpoint":
+        return read_checkpoint_config(path / MARKER)
+    return read_gguf_config(path) if kind == "gguf" else read_huggingface_config(path / "config.json")
 
 
 def save(params: Params, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

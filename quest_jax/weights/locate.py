@@ -22,11 +22,12 @@ class Location(NamedTuple):
     path: pathlib.Path
 
 
-def locate(name_or_path: str | os.PathLike[str]) -> Location:
+def locate(name_or_path: str | os.PathLike[str], *, config_only: bool = False) -> Location:
     """Finds a model; fetches it when the name is one of ``MODELS`` or a repository of huggingface.co.
 
     Args:
       name_or_path: a name of ``MODELS``, else an existing path, else a repo id ``organisation/name``.
+      config_only: of a repository fetch the config alone, and take the path of a ``config.json`` too.
 
     Raises:
       TypeError: neither a string nor a path.
@@ -45,11 +46,11 @@ def locate(name_or_path: str | os.PathLike[str]) -> Location:
     if path.is_dir():
         return _directory(path)
     if path.is_file():
-        return _file(path)
+        return Location("huggingface", path.parent) if config_only and path.name == "config.json" else _file(path)
     if path.exists():
         raise ValueError(f"{path}: expected a file or a directory, got something else.")
     if isinstance(name_or_path, str) and _REPOSITORY.fullmatch(text) and not text.endswith((".gguf", ".safetensors")):
-        return Location("huggingface", fetch_repository(text))
+        return Location("huggingface", fetch_repository(text, config_only=config_only))
     raise FileNotFoundError(
         f"{text}: no such model; expected one of the names {', '.join(MODELS)}, an existing path "
         "(a .gguf file, a Hugging Face directory, or a directory written by quest_jax.save), "

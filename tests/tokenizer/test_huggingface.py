@@ -82,7 +82,7 @@ def test_the_template_may_be_a_file_a_string_or_a_named_one(folder):
 
 
 def test_a_repository_is_fetched(folder, monkeypatch):
-    monkeypatch.setattr("quest_jax.weights.locate.fetch_repository", lambda repo: {"some/model": folder}[repo])
+    monkeypatch.setattr("quest_jax.weights.locate.fetch_repository", lambda repo, **_: {"some/model": folder}[repo])
     assert load_tokenizer("some/model").encode("") == [400]
 
 

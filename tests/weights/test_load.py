@@ -6,7 +6,7 @@ import pytest
 
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.weights import locate
-from quest_jax.weights.load import load, save
+from quest_jax.weights.load import load, load_config, save
 from quest_jax.weights.smollm2 import smollm2_gguf
 from tests.weights.synthetic import (
     expected_weights,
@@ -46,6 +46,31 @@ def test_every_format_in_every_dtype(paths, kind, dtype):
     for actual, array in zip(jax.tree.leaves(params.weights), jax.tree.leaves(expected), strict=True):
         assert actual.dtype == wanted
         np.testing.assert_array_equal(np.asarray(actual), array.astype(stored).astype(wanted))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "gguf", "checkpoint"])
+def test_the_config_is_that_of_the_model(paths, kind):
+    assert load_config(paths[kind]) == load(paths[kind]).config
+
+
+def test_a_config_stands_alone(paths, tmp_path):
+    alone = tmp_path / "config.json"
+    alone.write_bytes((paths["huggingface"] / "config.json").read_bytes())
+    assert load_config(alone) == load_config(tmp_path) == load(paths["huggingface"]).config
+    with pytest.raises(ValueError, match="give the directory"):
+        load(alone)
+
+
+def test_of_a_repository_only_the_config_is_fetched(paths, monkeypatch):
+    asked = []
+
+    def download(repo_id, allow_patterns, ignore_patterns):
+        asked.append((repo_id, allow_patterns))
+        return str(paths["huggingface"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_config("someone/model") == load(paths["huggingface"]).config
+    assert asked == [("someone/model", ["config.json", "generation_config.json"])]
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float16", ValueError), (np.int32, ValueError), ("fp32", TypeError)])

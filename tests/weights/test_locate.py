@@ -13,7 +13,7 @@ from quest_jax.weights.locate import Location, locate
 @pytest.fixture
 def no_hub(monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "fetch_repository", lambda name: asked.append(name) or pathlib.Path("/hub"))
+    monkeypatch.setattr(module, "fetch_repository", lambda name, **_: asked.append(name) or pathlib.Path("/hub"))
     return asked
 
 

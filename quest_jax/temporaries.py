@@ -1,0 +1,114 @@
+"""What the compiled programs need besides their arguments and results: an estimate, for planning memory.
+
+Of everything that lives at the same time in a program of XLA's CPU backend, the largest part is one of three stages of
+a layer. With N = B T new tokens, E, F, H, K, D, V as in :mod:`quest_jax.models.llama`, w bytes of a weight, G = H / K:
+
+* held besides any stage: ``4 N E (2 + n)``, n the layers that always read everything: XLA adds up what such layers
+  give to the residual stream late, and keeps each until then;
+* MLP: ``N F (2 w + 4)``;
+* attention, one row and one list of keys at a time: ``2 w N D (H + 2 K) + 4 N H D``, then for a list of W keys
+  ``8 G T W`` of scores and weights and ``2 w W D`` of gathered keys and values. Dense attention reads blocks of 1024
+  keys, those of all KV heads at once where T is 1; in float32 it then scores nearly full rows at once, ``16 B H L``;
+* scoring, of C pages or keys of c bytes each: ``16 B H C``; with more than one row also ``B K C c``, a copy of what is
+  scored, float32 where T is 1.
+
+Decoding also samples: ``40 B V``, with top_p. A quarter is added for all that is not listed. The kernels of TPUs and
+GPUs need less, so there it is an upper estimate, not checked against a device.
+"""
+
+from collections.abc import Sequence
+
+from quest_jax.models.config import LlamaConfig
+from quest_jax.policies.base import PagePolicy, Policy
+
+_DENSE_BLOCK = 1024  # of quest_jax.pallas_kernels.page_attention.reference
+
+
+def prefill_temporaries(
+    config: LlamaConfig,
+    policy: Policy,
+    dense: Sequence[bool],
+    *,
+    batch: int,
+    capacity: int,
+    chunk: int,
+    page_size: int,
+    itemsize: int,
+) -> int:
+    """Returns the estimated bytes of temporaries of one chunk of the prompt.
+
+    Args:
+      config: of the model.
+      policy: for the prompt.
+      dense: which layers it always reads whole.
+      batch, capacity, chunk, page_size: B, L, T, S.
+      itemsize: bytes of a weight, and of a number in the cache.
+    """
+    held, stage = _layers(config, policy, dense, batch, capacity, chunk, page_size, itemsize)
+    return _rounded(held + max(stage, 8 * batch * config.vocab_size))
+
+
+def decode_temporaries(
+    config: LlamaConfig,
+    policy: Policy,
+    dense: Sequence[bool],
+    *,
+    batch: int,
+    capacity: int,
+    page_size: int,
+    itemsize: int,
+) -> int:
+    """Returns the estimated bytes of temporaries of a decode step, sampling included; arguments as above."""
+    held, stage = _layers(config, policy, dense, batch, capacity, 1, page_size, itemsize)
+    return _rounded(max(held + stage, 40 * batch * config.vocab_size))
+
+
+def program_bytes(*dense: bool) -> int:
+    """Returns the estimated host memory to compile the programs for prompt and answer, and to keep them.
+
+    150 MB, and for a layer of a program 8 MB where it selects, 4.5 MB where it always reads everything
+    (``dense``): measured with 2, 10 and 30 layers on a CPU, to 15 %.
+    """
+    return 150_000_000 + sum(4_500_000 if one else 8_000_000 for one in dense)
+
+
+def _rounded(estimate: int) -> int:
+    return estimate + estimate // 4
+
+
+def _layers(
+    config: LlamaConfig,
+    policy: Policy,
+    dense: Sequence[bool],
+    batch: int,
+    capacity: int,
+    tokens: int,
+    page_size: int,
+    itemsize: int,
+) -> tuple[int, int]:
+    """Bytes held through all layers, and of the largest stage of one."""
+    new, heads, kv_heads, width = batch * tokens, config.n_heads, config.n_kv_heads, config.head_dim
+    held = 4 * new * config.hidden_size * (2 + sum(dense))
+    mlp = new * config.intermediate_size * (2 * itemsize + 4)
+    qkv = 2 * itemsize * new * width * (heads + 2 * kv_heads) + 4 * new * heads * width
+    block = min(_DENSE_BLOCK, capacity)
+    at_once = kv_heads if tokens == 1 else 1
+    read = at_once * _list_bytes(config, block, tokens, itemsize)
+    if tokens == 1 and itemsize == 4:
+        read = max(read, 16 * batch * heads * capacity)
+    if not all(dense):
+        listed = min(capacity, getattr(policy, "budget", capacity) + tokens + page_size)
+        scoring = _scoring(config, policy, batch, capacity, page_size, 4 if tokens == 1 else itemsize)
+        read = max(read, scoring, _list_bytes(config, listed, tokens, itemsize))
+    return held, max(mlp, qkv + read)
+
+
+def _list_bytes(config: LlamaConfig, keys: int, tokens: int, itemsize: int) -> int:
+    """Scores and weights of a group's queries over a list of keys, and the keys and values gathered for it."""
+    return 8 * config.group_size * tokens * keys + 2 * itemsize * keys * config.head_dim
+
+
+def _scoring(config: LlamaConfig, policy: Policy, batch: int, capacity: int, page_size: int, itemsize: int) -> int:
+    count = capacity // (page_size if isinstance(policy, PagePolicy) else 1)
+    copied = batch * config.n_kv_heads * count * policy.scored_nbytes(config.head_dim, itemsize) if batch > 1 else 0
+    return 16 * batch * config.n_heads * count + copied
