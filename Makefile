@@ -62,7 +62,7 @@ format: $(venv)/.dev-installed  ## format the code and fix what can be fixed
 	"$(BIN)/python" -m ruff check --fix .
 	"$(BIN)/python" -m ruff format .
 
-bench: $(venv)/.bench-installed  ## write the tables of docs/performance.md, 20 to 30 minutes (ARGS=ops: one bench, printed)
+bench: $(venv)/.bench-installed  ## write the tables of docs/performance.md (ARGS=ops: one bench, printed)
 ifneq ($(ARGS),)
 	"$(BIN)/quest-jax" bench $(ARGS)
 else
