@@ -122,8 +122,8 @@ def prefill(
       NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
       MemoryError: the cache does not fit, with the bytes it needs.
 
-    Recompiles for another batch size, capacity size, page size, metadata, chunk, policy, model or dtype; not for another
-    prompt length, temperature, top_p, seed or eos.
+    Recompiles for another batch size, capacity size, page size, metadata, chunk, policy, model or dtype; not for
+    another prompt length, temperature, top_p, seed or eos.
     """
     return read_prompts(
         params, tokens, lengths=lengths, capacity=capacity, budget=budget, policy=policy,
