@@ -125,8 +125,8 @@ def prefill(
       NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
       MemoryError: cache and temporaries do not fit, by :func:`quest_jax.plan`; the message has the bytes by part.
 
-    Recompiles for another batch size, capacity size, page size, chunk, policy, model or dtype; not for another prompt
-    length, temperature, top_p, seed or eos.
+    Recompiles for another batch size, capacity size, page size, metadata, chunk, policy, model or dtype; not for
+    another prompt length, temperature, top_p, seed or eos.
     """
     return read_prompts(
         params, tokens, lengths=lengths, capacity=capacity, budget=budget, policy=policy,
