@@ -4,6 +4,7 @@
 new state. It knows nothing of the model around it.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.cache import Cache, init_cache
+from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.norms import append_norms
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention.op import page_attention
@@ -174,8 +176,32 @@ def decode_attention(layer, q, k, v, state):
 
 
 def _attend_by(policy, layer, q, k, v, state):
-    state = _append(layer, q, k, v, state)
     cache = state.cache
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.kv):
+        raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
+    if q.shape[:2] != k.shape[:2]:
+        raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
+    dense = policy.is_dense(layer, cache.pages_per_row, cache.page_size)
+    alone = state.replace(cache=_map_layers(lambda layers: (layers[layer],), cache), reads=init_reads(1, len(q)))
+    out, alone = _attend_alone(policy, dense, dispatch.current_target(), q, k, v, alone)
+    cache = _map_layers(lambda old, new: (*old[:layer], new[0], *old[layer + 1 :]), cache, alone.cache)
+    reads = jax.tree.map(lambda old, new: old.at[layer].set(new[0]), state.reads, alone.reads)
+    return out, state.replace(cache=cache, reads=reads)
+
+
+def _map_layers(function, cache, *others):
+    """Applies ``function`` to every field of the cache that has an entry a layer."""
+    fields = [name for name in ("kv", "meta", "norms") if getattr(cache, name) is not None]
+    return cache.replace(**{name: function(*(getattr(one, name) for one in (cache, *others))) for name in fields})
+
+
+# Traced once for all layers that are alike, which is most of the time that tracing a model took; the compiler puts it
+# into every layer. The target chooses implementations while tracing, so it is part of the key.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend_alone(policy, dense, target, q, k, v, state):
+    del target
+    state = _append(q, k, v, state)
+    cache, layer = state.cache, 0
     unit = policy.unit(cache.page_size)
     live = -(-cache.lengths // unit) * k.shape[2]
     nothing = jnp.zeros_like(live)
@@ -206,13 +232,13 @@ def _attend_by(policy, layer, q, k, v, state):
         every = (selection.counts == -(-view.lengths // unit)[:, None]).all(axis=-1)
         return out, (selection.counts.sum(axis=-1), live, scored, every)
 
-    if policy.is_dense(layer, cache.pages_per_row, cache.page_size):
+    if dense:
         out, counts = whole()
     elif (covered := policy.covers(state.starts, cache.lengths)) is None:
         out, counts = selected()
     else:
         out, counts = lax.cond(covered, whole, selected)
-    return out, _record(state, layer, *counts)
+    return out, _record(state, *counts)
 
 
 def _add_own(out, lse, q, k, v, listed):
@@ -229,12 +255,8 @@ def _add_own(out, lse, q, k, v, listed):
     return merged.astype(out.dtype)
 
 
-def _append(layer, q, k, v, state):
-    cache = state.cache
-    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.kv):
-        raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
-    if q.shape[:2] != k.shape[:2]:
-        raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
+def _append(q, k, v, state):
+    cache, layer = state.cache, 0
     kv, meta = append(
         cache.kv[layer], cache.meta[layer], k, v, state.starts, cache.lengths, cache.page_table,
         implementation=state.implementation,
@@ -250,7 +272,7 @@ def _with(layers, layer, new):
     return (*layers[:layer], new, *layers[layer + 1 :])
 
 
-def _record(state, layer, *counts):
+def _record(state, *counts):
     active = state.cache.lengths > state.starts
     new = PageReads(*(jnp.where(active, count, jnp.zeros_like(count)) for count in counts))
-    return state.replace(reads=jax.tree.map(lambda old, row: old.at[layer].set(row), state.reads, new))
+    return state.replace(reads=jax.tree.map(lambda row: row[None], new))
