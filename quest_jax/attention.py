@@ -4,6 +4,7 @@
 new state. It knows nothing of the model around it.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.cache import Cache, init_cache
+from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.blocks import append_blocks
 from quest_jax.pallas_kernels.append.norms import append_norms
 from quest_jax.pallas_kernels.append.op import append
@@ -186,10 +188,34 @@ def decode_attention(layer, q, k, v, state):
 
 
 def _attend_by(policy, layer, q, k, v, state):
-    state = _append(layer, q, k, v, state)
     cache = state.cache
-    view = state.view(layer)
-    unit = policy.unit(cache.page_size)
+    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.kv):
+        raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
+    if q.shape[:2] != k.shape[:2]:
+        raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
+    dense = policy.is_dense(layer, state.view(layer))
+    alone = state.replace(cache=_map_layers(lambda layers: (layers[layer],), cache), reads=init_reads(1, len(q)))
+    out, alone = _attend_alone(policy, dense, dispatch.current_target(), q, k, v, alone)
+    cache = _map_layers(lambda old, new: (*old[:layer], new[0], *old[layer + 1 :]), cache, alone.cache)
+    reads = jax.tree.map(lambda old, new: old.at[layer].set(new[0]), state.reads, alone.reads)
+    return out, state.replace(cache=cache, reads=reads)
+
+
+def _map_layers(function, cache, *others):
+    """Applies ``function`` to every field of the cache that has an entry a layer."""
+    fields = [name for name in ("kv", "meta", "norms", "blocks") if getattr(cache, name) is not None]
+    return cache.replace(**{name: function(*(getattr(one, name) for one in (cache, *others))) for name in fields})
+
+
+# Traced once for all layers that are alike, which is most of the time that tracing a model took; the compiler puts it
+# into every layer. The target chooses implementations while tracing, so it is part of the key.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend_alone(policy, dense, target, q, k, v, state):
+    """Appends and attends by ``policy``; the state's cache has one layer."""
+    del target
+    state = _append(q, k, v, state)
+    view = state.view(0)
+    unit = policy.unit(view.page_size)
 
     def whole(lengths):
         live = -(-lengths // unit) * k.shape[2]
@@ -199,19 +225,19 @@ def _attend_by(policy, layer, q, k, v, state):
     def selected():
         return _attend_selected(policy, q, k, v, view, state.implementation)
 
-    if policy.is_dense(layer, view):
+    if dense:
         out, counts = whole(view.lengths)
     elif (covered := policy.covers(view)) is None:
         out, counts = selected()
     else:
         # Each row by its own length: what is read for it does not depend on the rows beside it.
         nothing = jnp.zeros_like(q), init_reads(len(view.lengths))
-        dense = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
-        sparse = lax.cond(covered.all(), lambda: nothing, selected)
+        every = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
+        some = lax.cond(covered.all(), lambda: nothing, selected)
         out, counts = jax.tree.map(
-            lambda one, other: jnp.where(covered.reshape(-1, *(1,) * (one.ndim - 1)), one, other), dense, sparse
+            lambda one, other: jnp.where(covered.reshape(-1, *(1,) * (one.ndim - 1)), one, other), every, some
         )
-    return out, _record(state, layer, counts)
+    return out, _record(state, counts)
 
 
 def _attend_selected(policy, q, k, v, view, implementation):
@@ -252,33 +278,24 @@ def _add_own(out, lse, q, k, v, listed):
     return merged.astype(out.dtype)
 
 
-def _append(layer, q, k, v, state):
+def _append(q, k, v, state):
     cache = state.cache
-    if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.kv):
-        raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
-    if q.shape[:2] != k.shape[:2]:
-        raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
     kv, meta = append(
-        cache.kv[layer], cache.meta[layer], k, v, state.starts, cache.lengths, cache.page_table,
+        cache.kv[0], cache.meta[0], k, v, state.starts, cache.lengths, cache.page_table,
         implementation=state.implementation,
     )  # fmt: skip
-    cache = cache.replace(kv=_with(cache.kv, layer, kv), meta=_with(cache.meta, layer, meta))
+    cache = cache.replace(kv=(kv,), meta=(meta,))
     if cache.norms is not None:
-        norms = append_norms(cache.norms[layer], k, state.starts, cache.lengths)
-        cache = cache.replace(norms=_with(cache.norms, layer, norms))
+        cache = cache.replace(norms=(append_norms(cache.norms[0], k, state.starts, cache.lengths),))
     if cache.blocks is not None:
         blocks = append_blocks(
-            cache.blocks[layer], meta, state.starts, cache.lengths, tokens=k.shape[1], page_size=cache.page_size
+            cache.blocks[0], meta, state.starts, cache.lengths, tokens=k.shape[1], page_size=cache.page_size
         )
-        cache = cache.replace(blocks=_with(cache.blocks, layer, blocks))
+        cache = cache.replace(blocks=(blocks,))
     return state.replace(cache=cache)
 
 
-def _with(layers, layer, new):
-    return (*layers[:layer], new, *layers[layer + 1 :])
-
-
-def _record(state, layer, counts):
+def _record(state, counts):
     active = state.cache.lengths > state.starts
-    new = jax.tree.map(lambda count: jnp.where(active, count, jnp.zeros_like(count)), counts)
-    return state.replace(reads=jax.tree.map(lambda old, row: old.at[layer].set(row), state.reads, new))
+    counts = jax.tree.map(lambda count: jnp.where(active, count, jnp.zeros_like(count)), counts)
+    return state.replace(reads=jax.tree.map(lambda row: row[None], counts))
