@@ -63,13 +63,15 @@ def _attend_all(q, kv, lengths, scale):
     shape, rows = pool_shape(kv), len(lengths)
     parts = math.gcd(shape.pages // rows, _PARTS)
     keys, values = (leaf.reshape(shape.kv_heads, rows, parts, -1, shape.head_dim) for leaf in kv)
+    q = q.swapaxes(0, 1)  # the pool's order of axes: otherwise the product would turn the pool around
     at = jnp.arange(parts * keys.shape[3]).reshape(parts, -1)
-    scores = jnp.einsum("bkgd,kbnld->bkngl", q, keys, precision=lax.Precision.HIGHEST) * scale
-    scores = jnp.where((at < lengths[:, None, None])[:, None, :, None], scores, -jnp.inf)
+    scores = jnp.einsum("kbgd,kbnld->kbngl", q, keys, precision=lax.Precision.HIGHEST) * scale
+    scores = jnp.where((at < lengths[:, None, None])[:, :, None], scores, -jnp.inf)
     top = jnp.maximum(scores.max(axis=-1), jnp.finfo(jnp.float32).min)  # finite in a part without tokens
     weights = jnp.exp(scores - top[..., None])
     highest = top.max(axis=2)
     kept = jnp.exp(top - highest[:, :, None])
-    out = jnp.einsum("bkngl,kbnld->bkngd", weights, values, precision=lax.Precision.HIGHEST)
+    out = jnp.einsum("kbngl,kbnld->kbngd", weights, values, precision=lax.Precision.HIGHEST)
     total = (weights.sum(axis=-1) * kept).sum(axis=2)
-    return (out * kept[..., None]).sum(axis=2) / total[..., None], highest + jnp.log(total)
+    out, lse = (out * kept[..., None]).sum(axis=2) / total[..., None], highest + jnp.log(total)
+    return out.swapaxes(0, 1), lse.swapaxes(0, 1)
