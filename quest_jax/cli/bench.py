@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from quest_jax.bench.rows import Section
 
 ShapeName = Literal["smollm2", "llama-3-8b", "mha"]
-MethodName = Literal["split", "transposed", "grouped", "paged", "dot-product", "torch", "quest"]
+MethodName = Literal["split", "grouped", "paged", "dot-product", "torch", "quest"]
 
 
 @dataclasses.dataclass(frozen=True)

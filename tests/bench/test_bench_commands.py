@@ -40,7 +40,7 @@ def test_decode_compares_every_installed_method(run, monkeypatch):
                                 "--rounds", 2)  # fmt: skip
     rows = report["rows"]
     assert [row["method"] for row in rows] == [
-        "split32", "split32, keys transposed", "grouped einsum", "paged dense", "jax.nn.dot_product_attention",
+        "split32", "grouped einsum", "paged dense", "jax.nn.dot_product_attention",
         "Quest 128",
     ]  # fmt: skip
     best = min(row["ms"] for row in rows[:-1])
