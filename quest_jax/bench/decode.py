@@ -22,7 +22,6 @@ from quest_jax.policies.quest import Quest
 
 METHODS = {
     "split": "split32",
-    "transposed": "split32, keys transposed",
     "grouped": "grouped einsum",
     "paged": "paged dense",
     "dot-product": "jax.nn.dot_product_attention",
@@ -70,8 +69,8 @@ def attention_rows(
     """
     shape = SHAPES[shape_name]
     cache = dense_bytes(shape, length, dtype)
-    # Paged, plain, keys transposed, token-major and what the latter is transposed to; a quarter more to make them.
-    needed = cache * (2 + 0.5 * ("transposed" in methods) + 2 * ("dot-product" in methods))
+    # Paged, plain, token-major and what that is transposed to; a quarter more to make them.
+    needed = cache * (2 + 2 * ("dot-product" in methods))
     needed = int(1.25 * (needed + metadata_bytes(shape, length)))
     check_memory(needed, 0, f"decode attention of {shape_name} at {length} tokens", "take fewer --lengths or --shapes")
     calls = _attention_calls(shape, length, dtype, budget, methods)
@@ -108,8 +107,6 @@ def _attention_calls(
         "split": (baselines.split_attention, (q, keys, values)),
         "grouped": (baselines.grouped_attention, (q, keys, values)),
     }
-    if "transposed" in methods:
-        forms["transposed"] = baselines.transposed_attention, (q, baselines.transpose_keys(keys), values)
     if "dot-product" in methods:
         token_major = (q, keys.swapaxes(0, 1), values.swapaxes(0, 1))
         forms["dot-product"] = baselines.dot_product_attention, token_major

@@ -69,9 +69,8 @@ def columns(rows: Sequence[Row], read_gb_s: float) -> dict[str, list[str]]:
 
 
 def table(section: Section, read_gb_s: float) -> Table:
-    """Lays a section out for a terminal."""
-    note = Text(section.note) if section.note else None
-    shown = Table(title=Text(section.title), title_justify="left", caption=note, caption_justify="left")
+    """Lays a section's rows out for a terminal; the note goes below."""
+    shown = Table(title=Text(section.title), title_justify="left")
     cells = columns(section.rows, read_gb_s)
     for name in cells:
         shown.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
@@ -91,7 +90,7 @@ def markdown(report: Report) -> str:
             *zip(*cells.values(), strict=True),
         ]
         parts.append(f"**{section.title}**")
-        parts.append("\n".join(_markdown_line(line) for line in lines))
+        parts += ["\n".join(_markdown_line(line) for line in lines)] if section.rows else []
         parts += [section.note] if section.note else []
     return "\n\n".join(parts) + "\n"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quest_jax.bench.rows import Section
 
 ShapeName = Literal["smollm2", "llama-3-8b", "mha"]
-MethodName = Literal["split", "transposed", "grouped", "paged", "dot-product", "torch", "quest", "auto"]
+MethodName = Literal["split", "grouped", "paged", "dot-product", "torch", "quest", "auto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +83,18 @@ class Decode(Files):
         title = f"decode attention, one layer, {self.dtype}, batch 1, budget {self.budget} (paged: append included)"
         sections = [Section(title, rows, " ".join(notes))]
         if self.steps:
-            params, rows = random_params(SMOLLM2, dtype=self.dtype), []
+            params, rows, notes = random_params(SMOLLM2, dtype=self.dtype), [], []
             cases = [(length, length) for length in self.steps]
             if min(self.steps) < max(self.steps):
                 cases.append((min(self.steps), max(self.steps)))  # what an empty cache costs
             for length, capacity in cases:
                 progress.print(f"a decode step after {length} tokens, room for {capacity}")
-                rows += decode.step_rows(params, length, capacity, self.step_budget, self.rounds)
+                try:
+                    rows += decode.step_rows(params, length, capacity, self.step_budget, self.rounds)
+                except MemoryError as error:
+                    notes.append(f"Left out: {error}")
             title = f"a whole decode step, SmolLM2-135M shape, {self.dtype}, batch 1, budget {self.step_budget}"
-            sections.append(Section(title, rows))
+            sections.append(Section(title, rows, " ".join(notes)))
         return sections
 
 
@@ -208,11 +211,15 @@ class Generate(Files):
             beyond = length + generate.NEW_TOKENS > trained
             if gguf is not None and beyond:
                 notes.append(f"Left out: llama.cpp at {length} tokens, which takes no more than the {trained} trained.")
-            found = generate.time_model(
-                self.model, params, generate.make_prompt(tokenizer, length), self.budget, self.prefill_budget,
-                rounds=self.rounds, prompt_rounds=self.prompt_rounds, gguf=None if beyond else gguf,
-                progress=progress.print,
-            )  # fmt: skip
+            try:
+                found = generate.time_model(
+                    self.model, params, generate.make_prompt(tokenizer, length), self.budget, self.prefill_budget,
+                    rounds=self.rounds, prompt_rounds=self.prompt_rounds, gguf=None if beyond else gguf,
+                    progress=progress.print,
+                )  # fmt: skip
+            except MemoryError as error:
+                notes.append(f"Left out: {error}")
+                continue
             tokens += found.tokens
             first += found.first
         notes.append("Ratios refer to our dense attention over the same weights.")
@@ -256,13 +263,16 @@ class Ops(Files):
         from quest_jax.bench.rows import Section
         from quest_jax.progress import stderr_console
 
-        progress, rows = stderr_console(), []
+        progress, rows, notes = stderr_console(), [], ["Ratios refer to all of dense attention, append included."]
         for shape in self.shapes:
             for length in self.lengths:
                 progress.print(f"ops of {shape}, {length} tokens")
-                rows += op_rows(shape, length, self.dtype, self.budget, self.rounds)
+                try:
+                    rows += op_rows(shape, length, self.dtype, self.budget, self.rounds)
+                except MemoryError as error:
+                    notes.append(f"Left out: {error}")
         title = f"the ops of decode attention, one layer, {self.dtype}, batch 1, budget {self.budget}"
-        return [Section(title, rows, "Ratios refer to all of dense attention, append included.")]
+        return [Section(title, rows, " ".join(notes))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,10 @@ class Files:
         found = report.Report(command_line(name, self), key, machine, rounds, sections)
         console.print(found.line, highlight=False)
         for section in found.sections:
-            console.print(report.table(section, machine["read_gb_s"]))
+            shown = report.table(section, machine["read_gb_s"]) if section.rows else section.title
+            console.print(shown, markup=False)
+            if section.note:
+                console.print(section.note, markup=False, highlight=False)
         if self.json is not None:
             report.write_json(self.json, found)
         if self.markdown is not None:

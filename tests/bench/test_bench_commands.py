@@ -8,7 +8,7 @@ import types
 import pytest
 
 from quest_jax import cli
-from quest_jax.bench import baselines, llama_cpp, machine
+from quest_jax.bench import baselines, decode, llama_cpp, machine
 from quest_jax.bench.rows import Row
 from tests.tiny_model import write_tiny_model
 
@@ -40,7 +40,7 @@ def test_decode_compares_every_installed_method(run, monkeypatch):
                                 "--rounds", 2)  # fmt: skip
     rows = report["rows"]
     assert [row["method"] for row in rows] == [
-        "split32", "split32, keys transposed", "grouped einsum", "paged dense", "jax.nn.dot_product_attention",
+        "split32", "grouped einsum", "paged dense", "jax.nn.dot_product_attention",
         "Quest 128", "budget=128, the library's choice",
     ]  # fmt: skip
     best = min(row["ms"] for row in rows[:-2])
@@ -64,6 +64,18 @@ def test_decode_takes_methods_by_name_and_another_dtype(run):
     assert (grouped["method"], quest["method"], quest["dtype"]) == ("grouped einsum", "Quest 512", "bfloat16")
     assert quest["byte_model"] == 1  # within the budget it reads what dense reads
     assert "<!-- bench decode bfloat16" in markdown and "torch" not in markdown
+
+
+def test_what_does_not_fit_is_left_out_with_its_numbers(run, monkeypatch):
+    def no_room(*_):
+        raise MemoryError("decode attention: needs 9.00 GB of host memory, but 1.00 GB are available")
+
+    monkeypatch.setattr(decode, "check_memory", no_room)
+    report, markdown, out = run("decode", "--lengths", 512, "--shapes", "smollm2", "--methods", "split", "--steps",
+                                "--rounds", 1)  # fmt: skip
+    assert report["rows"] == []
+    for text in (markdown, out):
+        assert "Left out: decode attention: needs 9.00 GB of host memory" in " ".join(text.split())
 
 
 def test_ops_names_every_op(run):
