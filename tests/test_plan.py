@@ -157,6 +157,7 @@ def test_a_process_peaks_where_the_plan_says(tmp_path):
     found = measure(str(tmp_path / "model"), 64, 3000, "float32", prompt=40, **options)
     assert plan.cache > 4e8
     assert found["baseline"] < found["loaded"] < found["peak"]
+    assert found["baseline"] < 4e8, "the child counts what its parent had"
     assert found["peak"] == pytest.approx(found["baseline"] + plan.total + plan.programs, rel=0.15)
     assert "MB resident" in report(plan, found)
 
