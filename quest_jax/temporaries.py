@@ -9,8 +9,8 @@ a layer. With N = B T new tokens, E, F, H, K, D, V as in :mod:`quest_jax.models.
 * attention, one row and one list of keys at a time: ``2 w N D (H + 2 K) + 4 N H D``, then for a list of W keys
   ``8 G T W`` of scores and weights and ``2 w W D`` of gathered keys and values. Dense attention reads blocks of 1024
   keys, those of all KV heads at once where T is 1; in float32 it then scores nearly full rows at once, ``16 B H L``;
-* scoring, of C pages or keys of c bytes each: ``16 B H C``; with more than one row also ``B K C c``, a copy of what is
-  scored, float32 where T is 1.
+* scoring, of C pages or keys: ``16 B H C``, for one token's choice of keys ``16 B K C``; of pages in more than one row
+  also ``B K C c``, a copy of their metadata of c bytes.
 
 Decoding also samples: ``40 B V``, with top_p. A quarter is added for all that is not listed. The kernels of TPUs and
 GPUs need less, so there it is an upper estimate, not checked against a device.
@@ -98,7 +98,7 @@ def _layers(
         read = max(read, 16 * batch * heads * capacity)
     if not all(dense):
         listed = min(capacity, getattr(policy, "budget", capacity) + tokens + page_size)
-        scoring = _scoring(config, policy, batch, capacity, page_size, 4 if tokens == 1 else itemsize)
+        scoring = _scoring(config, policy, batch, capacity, page_size, tokens)
         read = max(read, scoring, _list_bytes(config, listed, tokens, itemsize))
     return held, max(mlp, qkv + read)
 
@@ -108,7 +108,9 @@ def _list_bytes(config: LlamaConfig, keys: int, tokens: int, itemsize: int) -> i
     return 8 * config.group_size * tokens * keys + 2 * itemsize * keys * config.head_dim
 
 
-def _scoring(config: LlamaConfig, policy: Policy, batch: int, capacity: int, page_size: int, itemsize: int) -> int:
-    count = capacity // (page_size if isinstance(policy, PagePolicy) else 1)
-    copied = batch * config.n_kv_heads * count * policy.scored_nbytes(config.head_dim, itemsize) if batch > 1 else 0
+def _scoring(config: LlamaConfig, policy: Policy, batch: int, capacity: int, page_size: int, tokens: int) -> int:
+    if not isinstance(policy, PagePolicy):  # scores keys, for one token by the mean of a group's queries
+        return 16 * batch * (config.n_kv_heads if tokens == 1 else config.n_heads) * capacity
+    count = capacity // page_size
+    copied = batch * config.n_kv_heads * count * policy.scored_nbytes(config.head_dim, 4) if batch > 1 else 0
     return 16 * batch * config.n_heads * count + copied

@@ -46,24 +46,28 @@ def measure(
     return found
 
 
-def fit(measured: Sequence[Measured]) -> CostModel:
-    """Finds the constants whose relative errors are least, in the sense of least squares."""
-    rows, wanted = [], []
+def fit(measured: Sequence[Measured]) -> tuple[CostModel, float]:
+    """Finds the constants whose relative errors are least, in the sense of least squares.
+
+    Returns:
+      the model, and the seconds that every call takes however little it reads: they decide nothing.
+    """
+    rows = []
     for one in measured:
         per_token, metadata = _bytes(SHAPES[one.shape])
         if one.budget is None:
-            row = (one.length * per_token, 0.0, 0.0)
+            row = (one.length * per_token, 0.0, 0.0, 1.0)
         else:
-            row = (one.length * metadata, one.budget * per_token, 1.0)
+            row = (one.length * metadata, one.budget * per_token, 1.0, 1.0)
         rows.append(np.array(row) / one.seconds)
-        wanted.append(1.0)
     matrix = np.array(rows)
     scale = np.abs(matrix).max(axis=0)  # bytes and a count: as different as they are, they would drown each other
-    found = np.linalg.lstsq(matrix / scale, np.array(wanted), rcond=None)[0] / scale
-    return CostModel(*(float(max(value, 0.0)) for value in found))
+    found = np.linalg.lstsq(matrix / scale, np.ones(len(rows)), rcond=None)[0] / scale
+    *constants, base = (float(max(value, 0.0)) for value in found)
+    return CostModel(*constants), base
 
 
-def table(measured: Sequence[Measured], model: CostModel) -> Table:
+def table(measured: Sequence[Measured], model: CostModel, base: float) -> Table:
     """Lays out what was measured beside what the model says, and where it would change from dense to Quest."""
     shown = Table(title="seconds of a layer, batch 1, float32", title_justify="left")
     for column in ("shape", "length", "budget", "measured", "model", "break-even"):
@@ -75,7 +79,9 @@ def table(measured: Sequence[Measured], model: CostModel) -> Table:
         else:
             budget, turn = f"{one.budget}", f"{model.break_even(per_token, metadata, one.budget)}"
             says = model.selected(one.length, per_token, metadata, one.budget)
-        shown.add_row(one.shape, f"{one.length}", budget, f"{one.seconds * 1e3:.2f} ms", f"{says * 1e3:.2f} ms", turn)
+        shown.add_row(
+            one.shape, f"{one.length}", budget, f"{one.seconds * 1e3:.2f} ms", f"{(base + says) * 1e3:.2f} ms", turn
+        )
     return shown
 
 

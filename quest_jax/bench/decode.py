@@ -24,12 +24,12 @@ METHODS = {
     "split": "split32",
     "grouped": "grouped einsum",
     "paged": "paged dense",
-    "dot-product": "jax.nn.dot_product_attention",
     "quest": "Quest",
     "auto": "the library's choice",
+    "dot-product": "jax.nn.dot_product_attention",
     "torch": "torch SDPA",
 }
-"""Methods by the name that chooses them, and what the tables call them; other libraries at the end of a round."""
+"""Methods by the name that chooses them, and what the tables call them; at the end what disturbs its successor."""
 
 TRANSPOSES = (
     "jax.nn.dot_product_attention takes token-major keys and values and transposes both at every call: it is here "

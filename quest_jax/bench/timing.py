@@ -8,9 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Threads of other libraries spin for a while after their work, and would take a core from the next candidate: those
-# come last in a round, and then there is a pause.
+# Threads of other libraries spin for a while after their work, and large temporaries are given back after it: what does
+# that comes last in a round, and then there is a pause.
 _REST_SECONDS = 0.005
+
+# More than a processor's last cache: a layer of a model finds there what the layers before it read, not its own pages.
+_COLD_BYTES = 1 << 26
 
 
 class Timing(NamedTuple):
@@ -39,17 +42,19 @@ def time_interleaved(
       rounds: runs of each, at least 1.
       warm: they are compiled already; the first run would take minutes.
 
+    Every run starts with caches full of something else.
+
     Returns:
       the timing of each. Only ratios within one result mean anything. ``compile`` leaves out what an earlier call of
       the process has compiled.
     """
     first = {} if warm else {name: timed(call)[0] for name, call in candidates.items()}
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
-    wake, block = jax.jit(jnp.sum), jnp.ones(1 << 20)
+    flush, block = jax.jit(jnp.sum), jnp.ones(_COLD_BYTES // 4)
     for _ in range(rounds):
         time.sleep(_REST_SECONDS)
-        wake(block).block_until_ready()
         for name, call in candidates.items():
+            flush(block).block_until_ready()
             runs[name].append(timed(call))
     return {name: _summary(measured, first.get(name)) for name, measured in runs.items()}
 

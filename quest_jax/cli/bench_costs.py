@@ -67,8 +67,8 @@ class Calibrate:
         from quest_jax.progress import stderr_console
 
         measured = calibrate.measure(self.lengths, self.budgets, self.rounds, stderr_console().print)
-        model = calibrate.fit(measured)
+        model, base = calibrate.fit(measured)
         console = Console()
         console.print(f"CostModel(stream={model.stream:.2g}, listed={model.listed:.2g}, fixed={model.fixed:.2g})")
-        console.print(calibrate.table(measured, model))
+        console.print(calibrate.table(measured, model, base))
         return 0

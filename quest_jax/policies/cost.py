@@ -11,7 +11,8 @@ class CostModel(NamedTuple):
     """The time of one layer's decode attention, for one row.
 
     Of ``L`` tokens, each ``t`` bytes of keys and values and ``m`` of metadata, all take ``stream L t``, and a selection
-    ``fixed + stream L m + listed budget t``. ``quest-jax bench calibrate`` measures the constants.
+    ``fixed + stream L m + listed budget t``, both beside what every call takes. ``quest-jax bench calibrate`` measures
+    the constants.
 
     Attributes:
       stream: seconds per byte that is read in order.
@@ -40,8 +41,9 @@ class CostModel(NamedTuple):
 
 
 # Two cores of an EPYC (AVX2), float32: the command above. Bandwidth and overhead of other CPUs move together enough for
-# a decision between two programs that take about as long at the break-even. No other device was measured: none has one.
-MODELS = {"cpu": CostModel(stream=4.0e-11, listed=9.0e-11, fixed=1.5e-4)}
+# a decision between two programs that take about as long at the break-even. What choosing takes by itself was too
+# little to be seen beside the rest. No other device was measured: none has a model.
+MODELS = {"cpu": CostModel(stream=4.0e-11, listed=9.0e-11, fixed=0.0)}
 
 
 def break_even(kv: KV, meta: Metadata, budget: int) -> int:

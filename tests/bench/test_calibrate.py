@@ -7,20 +7,19 @@ from quest_jax.bench.calibrate import Measured, fit
 from quest_jax.bench.sizes import SHAPES
 from quest_jax.policies.cost import CostModel
 
-MODEL = CostModel(stream=4e-11, listed=1e-10, fixed=2e-4)
+MODEL, BASE = CostModel(stream=4e-11, listed=1e-10, fixed=2e-4), 1e-4
 
 
 def exact(shape, length, budget):
     per_token, metadata = calibrate._bytes(SHAPES[shape])
     dense = MODEL.dense(length, per_token)
-    return Measured(
-        shape, length, budget, dense if budget is None else MODEL.selected(length, per_token, metadata, budget)
-    )
+    chosen = dense if budget is None else MODEL.selected(length, per_token, metadata, budget)
+    return Measured(shape, length, budget, BASE + chosen)
 
 
 def test_the_fit_finds_what_made_the_times():
-    found = fit([exact(s, n, b) for s in SHAPES for n in (4096, 32768) for b in (None, 512, 2048)])
-    assert found == pytest.approx(MODEL, rel=1e-6)
+    found, base = fit([exact(s, n, b) for s in SHAPES for n in (4096, 32768) for b in (None, 512, 2048)])
+    assert found == pytest.approx(MODEL, rel=1e-6) and base == pytest.approx(BASE, rel=1e-6)
 
 
 def test_noise_of_a_tenth_moves_the_break_even_little():
@@ -28,7 +27,7 @@ def test_noise_of_a_tenth_moves_the_break_even_little():
     noisy = [one._replace(seconds=one.seconds * (1.1 if i % 2 else 0.9)) for i, one in enumerate(times)]
     per_token, metadata = calibrate._bytes(SHAPES["smollm2"])
     wanted = MODEL.break_even(per_token, metadata, 1024)
-    assert fit(noisy).break_even(per_token, metadata, 1024) == pytest.approx(wanted, rel=0.3)
+    assert fit(noisy)[0].break_even(per_token, metadata, 1024) == pytest.approx(wanted, rel=0.3)
 
 
 def test_both_are_measured_at_every_length():
@@ -40,5 +39,5 @@ def test_both_are_measured_at_every_length():
         for budget in (None, 64)  # 1024 tokens are not there to choose from
     ]
     assert all(one.seconds > 0 for one in found) and len(said) == len(SHAPES)
-    text = calibrate.table(found, MODEL)
+    text = calibrate.table(found, MODEL, BASE)
     assert text.row_count == len(found)

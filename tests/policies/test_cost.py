@@ -59,10 +59,10 @@ def test_what_was_read_is_what_is_counted():
 
 def test_a_budget_leaves_the_choice_to_the_library_and_a_policy_does_not():
     params = quest_jax.random_params(quest_jax.LlamaConfig(64, 32, 64, 3, 4, 2, 8, 512), seed=0)
-    prompt = [[i % 60 for i in range(200)]]
+    prompt = [[i % 60 for i in range(100)]]
     by_budget = quest_jax.generate(params, prompt, budget=64, max_new_tokens=4)
     by_name = quest_jax.generate(params, prompt, policy=quest_jax.Quest(64), max_new_tokens=4)
-    assert by_budget.stats.reads.whole.all(), "far below the break-even of so small a layer"
+    assert by_budget.stats.reads.whole.all(), "below the break-even"
     assert not by_name.stats.reads.whole[:, 2].any()
 
 

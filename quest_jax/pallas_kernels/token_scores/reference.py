@@ -23,6 +23,9 @@ def token_scores(q, kv, weights, ends, page_table, *, layer):
     tokens = per_block * shape.page_size
     heads = jnp.arange(shape.kv_heads)[:, None]
     q = q.astype(pool_dtype(kv))
+    if q.shape[2] == 1 and q.dtype != jnp.float32:
+        # One column is no matrix to XLA's CPU backend: it would write the keys in float32. Doubled, the max stays.
+        q = jnp.repeat(q, 2, axis=2)
 
     def read(row, first):
         """Keys of ``per_block`` pages from ``first`` on, ``[K, per_block, S, D]``."""
@@ -52,7 +55,8 @@ def token_scores(q, kv, weights, ends, page_table, *, layer):
 
     def whole():
         keys = kv[0].reshape(shape.kv_heads, rows, room, shape.head_dim)
-        return dot("kbld,bkrd->bklr", keys, q).max(axis=-1)
+        # The pool's order of axes: otherwise the product would turn the pool around.
+        return dot("kbld,kbrd->kblr", keys, q.swapaxes(0, 1)).max(axis=-1).swapaxes(0, 1)
 
     # A block is copied before it is scored, which costs as much as scoring it: worth it while at least half of the
     # capacity is empty. Whole rows are scored where they lie, which is possible where keys lie by themselves.
