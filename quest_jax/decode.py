@@ -98,7 +98,8 @@ def prefill(
     Args:
       params: of :func:`quest_jax.load`.
       tokens: prompts, ``[B, T]`` ids or a list of lists of different lengths.
-      lengths: real tokens of each row of an array; the rest is padding.
+      lengths: real tokens of each row of an array; the rest is padding. Inside ``jit`` a row of none, or of more than
+        there are, ends at once.
       capacity: tokens each row must have room for, prompt included. None: the prompt and 256 more. Rounded up to one
         of four sizes per octave.
       budget: tokens that a decode step reads, by ``Quest(budget, dense_below="auto")``: rows so short that reading all
@@ -125,8 +126,9 @@ def prefill(
       NotImplementedError: an ``implementation`` asked for by name that does not serve, with the reason.
       MemoryError: cache and temporaries do not fit, by :func:`quest_jax.plan`; the message has the bytes by part.
 
-    Recompiles for another batch size, capacity size, page size, metadata, chunk, policy, model or dtype; not for
-    another prompt length, temperature, top_p, seed or eos.
+    Recompiles for another batch size, capacity size, page size, metadata, chunk, policy, model or dtype, for
+    sampling instead of greedy, another top_k or number of eos ids; not for another prompt length, seed, or other values
+    of temperature, top_p and eos.
     """
     return read_prompts(
         params, tokens, lengths=lengths, capacity=capacity, budget=budget, policy=policy,
@@ -174,7 +176,9 @@ def read_prompts(
         if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens: expected non-empty integer ids [B, T], got {tokens.shape} of {tokens.dtype}.")
         longest = tokens.shape[1]
-        lengths = jnp.clip(jnp.full(len(tokens), longest) if lengths is None else jnp.asarray(lengths), 0, longest)
+        lengths = jnp.full(len(tokens), longest) if lengths is None else jnp.asarray(lengths)
+        # What is an error outside jit: a row of a length that it cannot have has no tokens here, and so has ended.
+        lengths = jnp.where((lengths > 0) & (lengths <= longest), lengths, 0)
     asked = longest + 256 if capacity is None else as_size("capacity", capacity)
     if asked < longest:
         raise ValueError(
@@ -204,6 +208,7 @@ def read_prompts(
     if traced:
         padded = jnp.pad(jnp.asarray(tokens, jnp.int32), padding)
         lengths = jnp.asarray(lengths, jnp.int32)
+        state = state.replace(done=lengths == 0)
 
         def read(i, carry):
             state, reads = carry

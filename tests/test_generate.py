@@ -295,6 +295,14 @@ def test_any_page_size_gives_the_same_dense_tokens(page_size):
         assert out.tokens.tolist() == expected
 
 
+def test_inside_jit_a_row_of_impossible_length_has_no_answer():
+    tokens = jnp.array([PROMPTS[1]] * 4)
+    lengths = jnp.array([0, 5, 6, -1])
+    out = jax.jit(lambda t, n: generate(tiny(), t, lengths=n, max_new_tokens=3))(tokens, lengths)
+    assert out.lengths.tolist() == [0, 3, 0, 0]
+    assert out.tokens[1].tolist() == generate(tiny(), [PROMPTS[1]], max_new_tokens=3).tokens[0].tolist()
+
+
 def test_nan_logits_are_an_error_not_an_answer():
     params = tiny()
     broken = params.replace(weights=params.weights | {"norm": params.weights["norm"].at[0].set(jnp.nan)})

@@ -41,6 +41,9 @@ def read_report(path: pathlib.Path) -> Saved:
     machine = content.get("machine") if isinstance(content, dict) else None
     if not isinstance(machine, dict) or not machine.keys() >= set(KEYS):
         raise ValueError(f'{path}: {_EXPECTED}, found no "machine" with {", ".join(KEYS)}.')
+    speed = machine["read_gb_s"]
+    if isinstance(speed, bool) or not isinstance(speed, int | float):
+        raise ValueError(f'{path}: {_EXPECTED}; in "machine" read_gb_s is {speed!r}.')
     if not isinstance(content.get("rows"), list):
         raise ValueError(f'{path}: {_EXPECTED}, found no list "rows".')
     rows: dict[Key, Row] = {}
@@ -85,6 +88,8 @@ def _row(path: pathlib.Path, number: int, fields: Any) -> Row:
         raise ValueError(f"{path}: {_EXPECTED}; expected in row {number} the keys {', '.join(Row._fields)}, got {got}.")
     wrong = [name for name in _NUMBERS if isinstance(fields[name], bool) or not isinstance(fields[name], int | float)]
     wrong += [name for name in ("shape", "dtype", "method") if not isinstance(fields[name], str)]
+    budget = fields["budget"]
+    wrong += ["budget"] * (isinstance(budget, bool) or not isinstance(budget, int | None))
     wrong += [name for name in ("ms", "ratio") if name not in wrong and not fields[name] > 0]
     if wrong:
         raise ValueError(f"{path}: {_EXPECTED}; in row {number} {wrong[0]} is {fields[wrong[0]]!r}.")

@@ -168,7 +168,7 @@ def step_rows(params: Params, length: int, capacity: int, budget: int, rounds: i
     length, whole = length - 64, length
     # The time does not depend on what the cache holds, so the rest of the context is declared, not computed.
     state = prefill(params, [[1] * 16], capacity=capacity, eos_token_ids=())
-    calls = step_calls(params, state, length, {"dense": None, "quest": budget})
+    calls = step_calls(params, state, length, {"dense": Dense(), "quest": Quest(budget)})
     methods = {
         "dense": Method("paged dense", None, step_bytes(params, length, None)),
         "quest": Method(f"Quest {budget}", budget, step_bytes(params, length, budget)),
@@ -178,9 +178,9 @@ def step_rows(params: Params, length: int, capacity: int, budget: int, rounds: i
 
 
 def step_calls(
-    params: Params, state: DecodeState, length: int, budgets: dict[str, int | None], steps: int = 1
+    params: Params, state: DecodeState, length: int, policies: dict[str, Policy], steps: int = 1
 ) -> dict[str, Callable[[], jax.Array]]:
-    """Calls that decode ``steps`` tokens after the first ``length`` of one cache, by budget; they use ``state`` up."""
+    """Calls that decode ``steps`` tokens after the first ``length`` of one cache, by policy; they use ``state`` up."""
 
     @functools.partial(jax.jit, donate_argnums=1)
     def decode(params, state):
@@ -189,9 +189,9 @@ def step_calls(
         start = state, jnp.zeros(1, jnp.int32)
         return jax.lax.fori_loop(0, steps, lambda _, carry: decode_step(params, carry[0]), start)
 
-    def run(budget):
+    def run(policy):
         nonlocal state
-        state, token = decode(params, replace_policy(state, budget))
+        state, token = decode(params, replace_policy(state, policy=policy))
         return token
 
-    return {name: functools.partial(run, budget) for name, budget in budgets.items()}
+    return {name: functools.partial(run, policy) for name, policy in policies.items()}

@@ -63,8 +63,7 @@ def run_without_installation(root: pathlib.Path) -> None:
     if importlib.util.find_spec("jaxtyping") is None:
         # Only annotations use it, and nobody checks them here.
         annotations: Any = types.ModuleType("jaxtyping")
-        for name in ("Array", "Bool", "Float", "Int", "Key"):
-            setattr(annotations, name, type(name, (), {"__class_getitem__": classmethod(lambda cls, _: Any)}))
+        annotations.__getattr__ = lambda name: type(name, (), {"__class_getitem__": classmethod(lambda cls, _: Any)})
         sys.modules["jaxtyping"] = annotations
 
 

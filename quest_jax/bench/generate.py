@@ -15,6 +15,7 @@ from quest_jax.bench.timing import Timing, time_interleaved, timed
 from quest_jax.decode import prefill
 from quest_jax.params import Params
 from quest_jax.policies.base import Dense
+from quest_jax.policies.quest import Quest
 from quest_jax.policies.quoka import QuoKA
 from quest_jax.tokenizer import Tokenizer
 
@@ -77,7 +78,7 @@ def time_model(
         params, [list(prompt)], capacity=length + NEW_TOKENS, prefill_policy=policy, eos_token_ids=()
     )  # fmt: skip
     calls: dict[str, Callable[[], object]] = {
-        **step_calls(params, state, length, {"dense": None, "quest": budget}, NEW_TOKENS)
+        **step_calls(params, state, length, {"dense": Dense(), "quest": Quest(budget)}, NEW_TOKENS)
     }
     del state
     if gguf is not None:

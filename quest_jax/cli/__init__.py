@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # Commands with commands of their own, and what the list of all says about them.
 GROUPS = {
-    "eval": (evaluate.COMMANDS, "Measure what a method keeps: passkey, mass, needle."),
+    "eval": (evaluate.COMMANDS, "Measure what a method keeps: passkey, mass, needle, metadata."),
     "bench": (
         bench.COMMANDS,
-        "Time a method against dense attention: decode, prefill, generate, ops, compare.",
+        "Time a method against dense attention: decode, prefill, generate, ops, breakdown, calibrate, compare.",
     ),
 }
 

@@ -28,7 +28,7 @@ class Decode(Files):
       budget: tokens that Quest reads in one layer.
       methods: ways to attend; all whose packages are installed if none.
       steps: context lengths of whole decode steps, multiples of 512.
-      step_budget: tokens that Quest reads in every layer of a whole step.
+      step_budget: tokens that Quest reads in every layer of a whole step but the two dense ones.
       rounds: timed runs of each candidate, interleaved.
     """
 

@@ -28,7 +28,7 @@ class Files:
 
     def check_files(self, key: str) -> None:
         """Raises for a file that could not be written, before anything is timed."""
-        if self.json is not None and not self.json.parent.is_dir():
+        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
             raise ValueError(f"--json: expected a file in a folder that exists, got {self.json}.")
         if self.markdown is not None:
             from quest_jax.bench.report import check_markdown
