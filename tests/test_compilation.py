@@ -32,6 +32,7 @@ COUNTED = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path):
     def process():
         environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -93,6 +94,7 @@ def compiled(prompt, **options):
     return _prefill_chunk_jit._cache_size() - before[0], _decode_block_jit._cache_size() - before[1]
 
 
+@pytest.mark.slow
 def test_what_compiles_is_what_the_document_says():
     """The tables of docs/compilation.md, in their order. A page size of its own keeps other tests' programs out."""
     own = {"page_size": 24, "chunk": 128}

@@ -36,6 +36,7 @@ def demonstrate(model: str, **options) -> tuple[str, list[Line]]:
     return printed, [Line(*words[:3], *map(float, words[3:])) for words in found]
 
 
+@pytest.mark.slow
 def test_every_policy_has_its_line(tmp_path):
     printed, lines = demonstrate(str(write_tiny_model(tmp_path)))
     assert [line.name for line in lines] == ["dense", "Quest 336", "Quest 160", "Quest 80", "QuoKA 175", "QuoKA 175"]
@@ -52,6 +53,7 @@ def test_every_policy_has_its_line(tmp_path):
     assert 'The password of the vault is "accordion".' in printed
 
 
+@pytest.mark.slow
 def test_budgets_and_document_are_the_callers(tmp_path):
     options = dict(tokens=900, budgets=(128, 4096), depth=0.25, prefill_budget=64)
     printed, lines = demonstrate(str(write_tiny_model(tmp_path)), **options)

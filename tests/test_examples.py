@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_a_model_of_your_own():
     example = runpy.run_path(str(ROOT / "colab/own_model.py"))
     model = example["Decoder"]()

@@ -116,6 +116,7 @@ def test_stats_are_those_of_the_pages_read():
     assert 0 < stats.share_read() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("metadata", "page"), [("float32", 128), ("bfloat16", 64), ("int8", 40)])
 @pytest.mark.parametrize("block_pages", [None, 2])
 def test_narrow_and_two_level_metadata_are_counted(metadata, page, block_pages):

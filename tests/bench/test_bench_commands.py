@@ -89,6 +89,7 @@ def test_ops_names_every_op(run):
     assert models["all, Quest"] == pytest.approx(1 / (1 / 16 + 1 / 4))
 
 
+@pytest.mark.slow
 def test_generate_times_tokens_and_the_first_one(run, tmp_path):
     model = str(write_tiny_model(tmp_path / "tiny"))
     report, _, out = run("generate", "--model", model, "--lengths", 256, "--budget", 64, "--prefill-budget", 64,
@@ -100,6 +101,7 @@ def test_generate_times_tokens_and_the_first_one(run, tmp_path):
     assert "llama.cpp" not in out  # no GGUF file
 
 
+@pytest.mark.slow
 def test_breakdown_and_calibrate_print_tables(monkeypatch, capsys):
     from quest_jax import LlamaConfig
     from quest_jax.bench import breakdown

@@ -83,6 +83,7 @@ def test_takes_the_best_pages_of_the_best_blocks(options, kind):
                 assert -(-length // 16) - 1 in pages, "the current page"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", Kind.__args__)
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_blocks_enough_for_everything_are_one_level(options, kind):
@@ -98,6 +99,7 @@ def test_blocks_enough_for_everything_are_one_level(options, kind):
     assert listed(two.choose(q, short, None)) == listed(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", Kind.__args__)
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_pages_above_the_bound_of_every_block_left_out_are_those_of_one_level(reduce, kind):
