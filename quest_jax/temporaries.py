@@ -19,6 +19,7 @@ GPUs need less, so there it is an upper estimate, not checked against a device.
 from collections.abc import Sequence
 
 from quest_jax.models.config import LlamaConfig
+from quest_jax.pallas_kernels.page_attention.contiguous import scores_are_few
 from quest_jax.policies.base import PagePolicy, Policy
 
 _DENSE_BLOCK = 1024  # of quest_jax.pallas_kernels.page_attention.reference
@@ -94,7 +95,7 @@ def _layers(
     block = min(_DENSE_BLOCK, capacity)
     at_once = kv_heads if tokens == 1 else 1
     read = at_once * _list_bytes(config, block, tokens, itemsize)
-    if tokens == 1 and itemsize == 4:
+    if tokens == 1 and itemsize == 4 and scores_are_few(heads, kv_heads, width):
         read = max(read, 16 * batch * heads * capacity)
     if not all(dense):
         listed = min(capacity, getattr(policy, "budget", capacity) + tokens + page_size)

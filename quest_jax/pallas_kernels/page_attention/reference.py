@@ -90,7 +90,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
     def dense_rows(lengths):
         return lax.map(lambda row: dense(*row), (jnp.arange(rows), lengths))
 
-    if pages is None and contiguous.serves(kv, page_table, tokens, layer):
+    if pages is None and contiguous.serves(kv, page_table, heads, tokens, layer):
         out, lse = contiguous.attend_in_place(stacked, kv, lengths, scale, dense_rows)
     elif pages is None:
         out, lse = dense_rows(lengths)
