@@ -69,6 +69,7 @@ else
 	mkdir -p build/bench
 	$(call bench,decode,decode,--lengths 2048 8192 32768 131072 --plot docs/performance-decode.png)
 	$(call bench,decode,decode-bfloat16,--dtype bfloat16 --steps)
+	$(call bench,long,long,)
 	$(call bench,ops,ops,)
 	$(call bench,prefill,prefill,--prompts)
 	$(call bench,generate,generate,--lengths 2048 8192 32768)

@@ -10,9 +10,17 @@ import jax.numpy as jnp
 from quest_jax.attention import AttentionState, attend, extend, init_attention
 from quest_jax.bench import baselines
 from quest_jax.bench.rows import Method, Row, make_rows
-from quest_jax.bench.sizes import SHAPES, Shape, dense_bytes, metadata_bytes, quest_bytes, step_bytes
+from quest_jax.bench.sizes import (
+    SHAPES,
+    Shape,
+    dense_bytes,
+    metadata_bytes,
+    quest_bytes,
+    step_bytes,
+    two_level_bytes,
+)
 from quest_jax.bench.timing import time_interleaved
-from quest_jax.cache import rebuild_metadata
+from quest_jax.cache import rebuild_blocks, rebuild_metadata
 from quest_jax.decode import DecodeState, decode_step, prefill, replace_policy
 from quest_jax.memory import check_memory
 from quest_jax.params import Params
@@ -25,11 +33,14 @@ METHODS = {
     "grouped": "grouped einsum",
     "paged": "paged dense",
     "quest": "Quest",
+    "two-level": "Quest on two levels",
     "auto": "the library's choice",
     "dot-product": "jax.nn.dot_product_attention",
     "torch": "torch SDPA",
 }
 """Methods by the name that chooses them, and what the tables call them; at the end what disturbs its successor."""
+
+_PLAIN = ("split", "grouped", "dot-product", "torch")  # over arrays of keys and values, not pages
 
 TRANSPOSES = (
     "jax.nn.dot_product_attention takes token-major keys and values and transposes both at every call: it is here "
@@ -37,14 +48,27 @@ TRANSPOSES = (
 )
 
 
-def filled(shape: Shape, length: int, dtype: str = "float32") -> AttentionState:
-    """State of one layer whose cache holds ``length`` random tokens and their metadata, with room for 512 more."""
-    state = init_attention(1, shape.kv_heads, shape.head_dim, batch=1, capacity=length + 512, dtype=dtype)
+def filled(shape: Shape, length: int, dtype: str = "float32", policy: Policy | None = None) -> AttentionState:
+    """State of one layer whose cache holds ``length`` random tokens and what ``policy`` keeps; room for 512 more."""
+    state = init_attention(
+        1, shape.kv_heads, shape.head_dim, batch=1, capacity=length + 512, dtype=dtype, policy=policy or Dense()
+    )
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def fill(key, leaf):
+        # Head by head: random numbers take several times their own bytes to make.
+        made = jax.lax.map(
+            lambda one: jax.random.normal(one, leaf.shape[1:], leaf.dtype), jax.random.split(key, len(leaf))
+        )
+        return leaf.at[:].set(made)
+
     leaves, structure = jax.tree.flatten(state.cache.kv)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    leaves = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    leaves = [
+        fill(key, leaf) for key, leaf in zip(jax.random.split(jax.random.key(0), len(leaves)), leaves, strict=True)
+    ]
     cache = state.cache.replace(kv=jax.tree.unflatten(structure, leaves), lengths=jnp.array([length], jnp.int32))
-    return jax.block_until_ready(state.replace(cache=cache.replace(meta=jax.jit(rebuild_metadata)(cache))))
+    cache = cache.replace(meta=jax.jit(rebuild_metadata)(cache))
+    return jax.block_until_ready(state.replace(cache=cache.replace(blocks=jax.jit(rebuild_blocks)(cache))))
 
 
 def attention_rows(
@@ -70,7 +94,7 @@ def attention_rows(
     shape = SHAPES[shape_name]
     cache = dense_bytes(shape, length, dtype)
     # Paged, plain, token-major and what that is transposed to; a quarter more to make them.
-    needed = cache * (2 + 2 * ("dot-product" in methods))
+    needed = cache * (1 + any(name in _PLAIN for name in methods) + 2 * ("dot-product" in methods))
     needed = int(1.25 * (needed + metadata_bytes(shape, length)))
     check_memory(needed, 0, f"decode attention of {shape_name} at {length} tokens", "take fewer --lengths or --shapes")
     calls = _attention_calls(shape, length, dtype, budget, methods)
@@ -78,6 +102,9 @@ def attention_rows(
     works = {name: Method(METHODS[name], None, cache) for name in methods}
     works |= {
         "quest": Method(f"Quest {budget}", budget, chosen),
+        "two-level": Method(
+            f"{METHODS['two-level']} {budget}", budget, two_level_bytes(shape, length, dtype, _two_levels(budget))
+        ),
         "auto": Method(
             f"budget={budget}, {METHODS['auto']}",
             budget,
@@ -85,6 +112,10 @@ def attention_rows(
         ),
     }
     return make_rows(shape_name, length, dtype, time_interleaved(calls, rounds), works)
+
+
+def _two_levels(budget: int) -> Quest:
+    return Quest(budget, dense_layers=0, block_pages=16)
 
 
 def _takes_dense(shape: Shape, length: int, dtype: str, budget: int) -> bool:
@@ -97,6 +128,21 @@ def _takes_dense(shape: Shape, length: int, dtype: str, budget: int) -> bool:
 def _attention_calls(
     shape: Shape, length: int, dtype: str, budget: int, methods: Sequence[str]
 ) -> dict[str, Callable[[], Any]]:
+    policies: dict[str, Policy] = {
+        "paged": Dense(),
+        "quest": Quest(budget, dense_layers=0),
+        "two-level": _two_levels(budget),
+        "auto": Quest(budget, dense_layers=0, dense_below="auto"),
+    }
+    calls: dict[str, Callable[[], Any]] = {}
+    if any(name in _PLAIN for name in methods):
+        calls |= _plain_calls(shape, length, dtype, methods)
+    if wanted := {name: policy for name, policy in policies.items() if name in methods}:
+        calls |= paged_calls(shape, length, dtype, wanted)
+    return {name: calls[name] for name in methods}
+
+
+def _plain_calls(shape: Shape, length: int, dtype: str, methods: Sequence[str]) -> dict[str, Callable[[], Any]]:
     parts = jax.random.split(jax.random.key(1), 3)
     grouped = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
     plain = (shape.kv_heads, length, shape.head_dim)
@@ -117,14 +163,7 @@ def _attention_calls(
     }
     if "torch" in methods:
         calls["torch"] = baselines.torch_attention(q, keys, values)
-    policies: dict[str, Policy] = {
-        "paged": Dense(),
-        "quest": Quest(budget, dense_layers=0),
-        "auto": Quest(budget, dense_layers=0, dense_below="auto"),
-    }
-    if wanted := {name: policy for name, policy in policies.items() if name in methods}:
-        calls |= paged_calls(shape, length, dtype, wanted)
-    return {name: calls[name] for name in methods}
+    return calls
 
 
 def paged_calls(
@@ -141,7 +180,8 @@ def paged_calls(
         cache = state.cache.replace(lengths=jnp.full_like(state.cache.lengths, length - 1))
         return attend(0, q, k, v, extend(state.replace(cache=cache), jnp.array([1])))
 
-    state = filled(shape, length, dtype)
+    # One cache for all: the blocks of two levels are kept, and updated, only where one of them needs them.
+    state = filled(shape, length, dtype, max(policies.values(), key=lambda policy: policy.needs_blocks or 0))
 
     def run(policy):
         nonlocal state

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
+from quest_jax.policies.quest import Quest
+from quest_jax.policies.two_level import block_count
 
 SMOLLM2 = LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, 8192, tie_word_embeddings=True)
 
@@ -42,6 +44,18 @@ def quest_bytes(shape: Shape, length: int, dtype: str, budget: int) -> int:
     if length <= budget:
         return dense_bytes(shape, length, dtype)
     return metadata_bytes(shape, length) + dense_bytes(shape, budget, dtype)
+
+
+def two_level_bytes(shape: Shape, length: int, dtype: str, policy: Quest, page_size: int = 16) -> int:
+    """Bytes that Quest reads in one layer with two levels: all blocks, the candidates' pages, and ``budget`` tokens."""
+    if policy.block_pages is None:
+        raise ValueError("two_level_bytes: expected a policy with block_pages, got one level.")
+    block_tokens = page_size * policy.block_pages
+    taken = block_count(policy.budget, page_size, policy.block_pages, policy.candidates, policy.sink_pages)
+    if -(-length // block_tokens) <= taken:
+        return quest_bytes(shape, length, dtype, policy.budget)
+    scored = metadata_bytes(shape, length, block_tokens) + metadata_bytes(shape, taken * block_tokens, page_size)
+    return scored + dense_bytes(shape, policy.budget, dtype)
 
 
 def step_bytes(params: Params, length: int, budget: int | None, dense_layers: int = 2) -> int:

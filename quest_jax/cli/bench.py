@@ -1,4 +1,4 @@
-"""``quest-jax bench``: decode, prefill, generate, ops, compare, and by another file breakdown, calibrate."""
+"""``quest-jax bench``: decode, prefill, generate, ops, compare, and by other files long, breakdown, calibrate."""
 
 import dataclasses
 import pathlib
@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Literal
 
 from quest_jax.cli.bench_costs import Breakdown, Calibrate
 from quest_jax.cli.bench_files import Files, check_least, check_lengths
+from quest_jax.cli.bench_long import Long
 from quest_jax.cli.common import Dtype, load_both
 
 if TYPE_CHECKING:
     from quest_jax.bench.rows import Section
 
 ShapeName = Literal["smollm2", "llama-3-8b", "mha"]
-MethodName = Literal["split", "grouped", "paged", "dot-product", "torch", "quest", "auto"]
+_VERY_LONG = 131072  # from here on two levels of metadata are worth their upkeep
+
+MethodName = Literal["split", "grouped", "paged", "dot-product", "torch", "quest", "two-level", "auto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Decode(Files):
       shapes: layers to time: 9/3 heads of 64, 32/8 of 128, 32/32 of 128.
       dtype: of keys and values, and of the model.
       budget: tokens that Quest reads in one layer.
-      methods: ways to attend; all whose packages are installed if none.
+      methods: ways to attend; all whose packages are installed if none, `two-level` from 128K tokens on.
       steps: context lengths of whole decode steps, multiples of 512.
       step_budget: tokens that Quest reads in every layer of a whole step but the two dense ones.
       rounds: timed runs of each candidate, interleaved.
@@ -51,7 +54,7 @@ class Decode(Files):
         from quest_jax.bench.baselines import has_torch
         from quest_jax.bench.decode import METHODS
 
-        if self.methods and not set(self.methods) - {"quest", "auto"}:
+        if self.methods and not set(self.methods) - {"quest", "two-level", "auto"}:
             raise ValueError(
                 "--methods: expected a dense method to compare with, got none; add one, or name no method."
             )
@@ -75,7 +78,8 @@ class Decode(Files):
             for length in self.lengths:
                 progress.print(f"decode attention of {shape}, {length} tokens")
                 try:
-                    rows += decode.attention_rows(shape, length, self.dtype, self.budget, self.rounds, methods)
+                    here = [name for name in methods if self.methods or name != "two-level" or length >= _VERY_LONG]
+                    rows += decode.attention_rows(shape, length, self.dtype, self.budget, self.rounds, here)
                 except MemoryError as error:
                     notes.append(f"Left out: {error}")
         if "dot-product" in methods:
@@ -309,6 +313,7 @@ class Compare:
 
 COMMANDS = {
     "decode": Decode,
+    "long": Long,
     "prefill": Prefill,
     "generate": Generate,
     "ops": Ops,

@@ -78,6 +78,17 @@ def test_what_does_not_fit_is_left_out_with_its_numbers(run, monkeypatch):
         assert "Left out: decode attention: needs 9.00 GB of host memory" in " ".join(text.split())
 
 
+def test_long_counts_blocks_instead_of_pages(run):
+    report, markdown, _ = run("long", "--lengths", 4096, "--shapes", "smollm2", "--dtype", "float32", "--budget", 16,
+                              "--rounds", 1)  # fmt: skip
+    dense, quest, two_levels = report["rows"]
+    assert [row["method"] for row in report["rows"]] == ["paged dense", "Quest 16", "Quest on two levels 16"]
+    # A minimum and maximum weigh as much as a token: of 256 pages; of 16 blocks, and of the pages of two of them.
+    assert dense["byte_model"] == 1 and quest["byte_model"] == pytest.approx(4096 / (256 + 16))
+    assert two_levels["byte_model"] == pytest.approx(4096 / (16 + 2 * 16 + 16))
+    assert "<!-- bench long float32" in markdown
+
+
 def test_ops_names_every_op(run):
     report, _, _ = run("ops", "--lengths", 512, "--shapes", "smollm2", "--budget", 128, "--rounds", 2)
     rows = {row["method"]: row for row in report["rows"]}
@@ -127,6 +138,7 @@ def test_breakdown_and_calibrate_print_tables(monkeypatch, capsys):
         (("decode", "--lengths", "500"), "--lengths: expected multiples of 512, got 500."),
         (("decode", "--steps", "100"), "--steps: expected multiples of 512, got 100."),
         (("decode", "--budget", "8"), "--budget: expected at least 16, got 8."),
+        (("long", "--lengths", "100"), "--lengths: expected multiples of 512, got 100."),
         (("decode", "--rounds", "0"), "--rounds: expected at least 1, got 0."),
         (("decode", "--methods", "quest"), "--methods: expected a dense method"),
         (("decode", "--methods", "torch"), 'needs PyTorch; pip install "quest-jax[bench]"'),
