@@ -12,6 +12,7 @@ from quest_jax.bench.timing import time_interleaved
 from quest_jax.memory import check_memory
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.page_attention.op import page_attention
+from quest_jax.pallas_kernels.pages import gather_pages
 from quest_jax.policies.base import Dense
 from quest_jax.policies.quest import Quest
 
@@ -59,6 +60,9 @@ def _op_calls(shape: Shape, length: int, dtype: str, policy: Quest) -> dict[str,
     attend_listed = jax.jit(
         lambda q, kv, listed: page_attention(q, kv, starts, ends, pages=listed.pages, counts=listed.counts)[0]
     )
+    # What XLA does before it multiplies: how fast attention to listed pages could be at best.
+    heads = jnp.arange(shape.kv_heads)[:, None]
+    copy = jax.jit(lambda kv, listed: gather_pages(kv, *jnp.broadcast_arrays(heads, listed.pages[0])))
     scores = score(q, meta)
     listed = select(scores)
     written = state.cache.kv[0], meta
@@ -73,6 +77,7 @@ def _op_calls(shape: Shape, length: int, dtype: str, policy: Quest) -> dict[str,
         "append": run_append,
         "page_scores": lambda: score(q, written[1]),
         "select": lambda: select(scores),
+        "copy of the listed pages": lambda: copy(written[0], listed),
         "page_attention, listed": lambda: attend_listed(q, written[0], listed),
         "page_attention, dense": lambda: attend(q, written[0]),
     }
@@ -85,6 +90,7 @@ def _methods(shape: Shape, length: int, dtype: str, budget: int) -> dict[str, Me
         "append": (budget, page + dense_bytes(shape, 1, dtype) + metadata_bytes(shape, 16)),
         "page_scores": (budget, scored),
         "select": (budget, shape.kv_heads * length // 16 * 4),
+        "copy of the listed pages": (budget, dense_bytes(shape, budget, dtype)),
         "page_attention, listed": (budget, dense_bytes(shape, budget, dtype)),
         "page_attention, dense": (None, dense),
         "all, Quest": (budget, quest_bytes(shape, length, dtype, budget)),

@@ -92,8 +92,8 @@ def test_long_counts_blocks_instead_of_pages(run):
 def test_ops_names_every_op(run):
     report, _, _ = run("ops", "--lengths", 512, "--shapes", "smollm2", "--budget", 128, "--rounds", 2)
     rows = {row["method"]: row for row in report["rows"]}
-    assert list(rows) == ["append", "page_scores", "select", "page_attention, listed", "page_attention, dense",
-                          "all, Quest", "all, dense"]  # fmt: skip
+    assert list(rows) == ["append", "page_scores", "select", "copy of the listed pages", "page_attention, listed",
+                          "page_attention, dense", "all, Quest", "all, dense"]  # fmt: skip
     assert rows["all, dense"]["ratio"] == 1
     models = {name: row["byte_model"] for name, row in rows.items()}
     assert models["page_scores"] == 16 and models["page_attention, listed"] == 4
