@@ -21,7 +21,7 @@ from quest_jax.pallas_kernels.append.norms import append_norms
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
-from quest_jax.pallas_kernels.pages import Layout, as_tokens
+from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
 from quest_jax.policies.base import Dense, LayerView, Policy, checked
 
 
@@ -156,6 +156,9 @@ def attend(
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
     state: AttentionState,
+    *,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> tuple[Float[Array, "B T H D"], AttentionState]:
     """Writes a layer's new tokens and attends: one a row by ``state.policy``, several by ``state.prefill_policy``.
 
@@ -165,37 +168,46 @@ def attend(
       layer: which layer's cache; a Python integer.
       q, k, v: rotated queries and keys, and values, in the cache's dtype.
       state: after :func:`extend`.
+      window: how many tokens a query sees, itself included; static. Such a layer reads the pages of its window, by no
+        policy. None is all.
+      sinks: a logit a query head that takes part in the softmax and brings no value; of what is selected, too.
 
     Returns:
       the attention output, and the state to hand to the next layer.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     if q.shape[1] == 1:
-        return decode_attention(layer, q, k, v, state)
-    return prefill_attention(layer, q, k, v, state)
+        return decode_attention(layer, q, k, v, state, window=window, sinks=sinks)
+    return prefill_attention(layer, q, k, v, state, window=window, sinks=sinks)
 
 
-def prefill_attention(layer, q, k, v, state):
+def prefill_attention(layer, q, k, v, state, *, window=None, sinks=None):
     """As :func:`attend`: new tokens attend to what the prefill policy selects for all of them, and to themselves."""
-    return _attend_by(state.prefill_policy, layer, q, k, v, state)
+    return _attend_by(state.prefill_policy, layer, q, k, v, state, window, sinks)
 
 
-def decode_attention(layer, q, k, v, state):
+def decode_attention(layer, q, k, v, state, *, window=None, sinks=None):
     """As :func:`attend`: one new token a row attends to what the policy selects for it."""
     if q.shape[1] != 1:
         raise ValueError(f"decode_attention: expected one token per row, got {q.shape[1]}; use attend for several.")
-    return _attend_by(state.policy, layer, q, k, v, state)
+    return _attend_by(state.policy, layer, q, k, v, state, window, sinks)
 
 
-def _attend_by(policy, layer, q, k, v, state):
+def _attend_by(policy, layer, q, k, v, state, window, sinks):
     cache = state.cache
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.kv):
         raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
     if q.shape[:2] != k.shape[:2]:
         raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
-    dense = policy.is_dense(layer, state.view(layer))
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"attend: expected a window of at least 1 token or None, got {window!r}.")
+    if sinks is not None and jnp.shape(sinks) != (q.shape[2],):
+        raise ValueError(f"attend: expected sinks [{q.shape[2]}], one a query head, got {jnp.shape(sinks)}.")
+    if window is not None and window >= state.cache.capacity:
+        window, policy = None, Dense()  # sees everything, and is not sparsified
+    dense = window is None and policy.is_dense(layer, state.view(layer))
     alone = state.replace(cache=_map_layers(lambda layers: (layers[layer],), cache), reads=init_reads(1, len(q)))
-    out, alone = _attend_alone(policy, dense, dispatch.current_target(), q, k, v, alone)
+    out, alone = _attend_alone(policy, dense, window, dispatch.current_target(), q, k, v, alone, sinks)
     cache = _map_layers(lambda old, new: (*old[:layer], new[0], *old[layer + 1 :]), cache, alone.cache)
     reads = jax.tree.map(lambda old, new: old.at[layer].set(new[0]), state.reads, alone.reads)
     return out, state.replace(cache=cache, reads=reads)
@@ -209,8 +221,8 @@ def _map_layers(function, cache, *others):
 
 # Traced once for all layers that are alike, which is most of the time that tracing a model took; the compiler puts it
 # into every layer. The target chooses implementations while tracing, so it is part of the key.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _attend_alone(policy, dense, target, q, k, v, state):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
     """Appends and attends by ``policy``; the state's cache has one layer."""
     del target
     state = _append(q, k, v, state)
@@ -219,25 +231,50 @@ def _attend_alone(policy, dense, target, q, k, v, state):
 
     def whole(lengths):
         live = -(-lengths // unit) * k.shape[2]
-        out, _ = page_attention(q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation)
-        return out, PageReads(live, live, jnp.zeros_like(live), jnp.ones_like(live, bool))
+        attended = page_attention(
+            q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation
+        )
+        return attended, PageReads(live, live, jnp.zeros_like(live), jnp.ones_like(live, bool))
 
     def selected():
         return _attend_selected(policy, q, k, v, view, state.implementation)
 
-    if dense:
-        out, counts = whole(view.lengths)
+    if window is not None:
+        attended, counts = _attend_window(window, q, view, state.implementation)
+    elif dense:
+        attended, counts = whole(view.lengths)
     elif (covered := policy.covers(view)) is None:
-        out, counts = selected()
+        attended, counts = selected()
     else:
         # Each row by its own length: what is read for it does not depend on the rows beside it.
-        nothing = jnp.zeros_like(q), init_reads(len(view.lengths))
+        nothing = (jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)), init_reads(len(view.lengths))
         every = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
         some = lax.cond(covered.all(), lambda: nothing, selected)
-        out, counts = jax.tree.map(
+        attended, counts = jax.tree.map(
             lambda one, other: jnp.where(covered.reshape(-1, *(1,) * (one.ndim - 1)), one, other), every, some
         )
+    out, lse = attended
+    if sinks is not None:
+        # One more logit in the softmax takes its share of the weight; it brings no value.
+        out = (out.astype(jnp.float32) * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]).astype(out.dtype)
     return out, _record(state, counts)
+
+
+def _attend_window(window, q, view, implementation):
+    """Attends to the pages that hold what the queries' windows reach, of each the tokens within the window."""
+    page_size, tokens = view.page_size, q.shape[1]
+    width = min(-(-(window + tokens - 1) // page_size) + 1, view.pages_per_row)
+    live = -(-view.lengths // page_size)
+    first = jnp.clip((view.starts - window + 1) // page_size, 0, view.pages_per_row - width)
+    kv_heads = pool_shape(view.kv).kv_heads
+    lists = (len(live), kv_heads)
+    pages = jnp.broadcast_to((first[:, None] + jnp.arange(width))[:, None], (*lists, width))
+    counts = jnp.clip(live - first, 0, width)
+    attended = page_attention(
+        q, view.kv, view.starts, view.lengths, view.page_table,
+        pages=pages, counts=jnp.broadcast_to(counts[:, None], lists), window=window, implementation=implementation,
+    )  # fmt: skip
+    return attended, PageReads(counts * kv_heads, live * kv_heads, jnp.zeros_like(live), counts == live)
 
 
 def _attend_selected(policy, q, k, v, view, implementation):
@@ -254,9 +291,9 @@ def _attend_selected(policy, q, k, v, view, implementation):
         listed = (listed[:, None] & (selection.pages[:, None] == token[:, :, None, None] // unit)).any(
             axis=-1
         )  # [B, T, lists]
-        out = _add_own(out, lse, q, k, v, listed | (token >= view.lengths[:, None])[..., None])
+        out, lse = _add_own(out, lse, q, k, v, listed | (token >= view.lengths[:, None])[..., None])
     live = -(-view.lengths // unit)
-    return out, PageReads(
+    return (out, lse), PageReads(
         read=selection.counts.sum(axis=-1),
         live=live * k.shape[2],
         scored=policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size) * k.shape[2],
@@ -275,7 +312,7 @@ def _add_own(out, lse, q, k, v, listed):
     before, own = jnp.exp(lse - top), jnp.exp(logit - top)
     total = jnp.where(before + own != 0, before + own, 1)
     merged = (out.astype(jnp.float32) * before[..., None] + v * own[..., None]) / total[..., None]
-    return merged.astype(out.dtype)
+    return merged.astype(out.dtype), jnp.where(before + own != 0, top + jnp.log(total), -jnp.inf)
 
 
 def _append(q, k, v, state):

@@ -1,4 +1,7 @@
-"""The Llama decoder: pure functions over a plain dict of weights. It knows nothing of caches; attention is handed in.
+"""The decoder of the Llama families: pure functions over a plain dict of weights.
+
+It knows nothing of caches; attention is handed in. What sets a family apart is a field of
+:class:`~quest_jax.models.config.LlamaConfig`.
 
 The weight tree (``Params.weights``), all of one dtype, matrices ``[in, out]``:
 
@@ -12,6 +15,17 @@ The weight tree (``Params.weights``), all of one dtype, matrices ``[in, out]``:
     layer_<i>/down       [F, E]
     norm                 [E]
     lm_head              [E, V]              absent when ``config.tie_word_embeddings``
+
+and by the field of the config that asks for it:
+
+    layer_<i>/qkv_bias   [(H + 2 K) D]       qkv_bias
+    layer_<i>/out_bias   [E]                 out_bias
+    layer_<i>/q_norm     [D]                 qk_norm; and k_norm
+    layer_<i>/sinks      [H]                 sinks
+    layer_<i>/attn_out_norm  [E]             output_norms; and mlp_out_norm
+    layer_<i>/router         [E, X]          experts, which stand in for gate_up and down; and router_bias [X],
+    layer_<i>/experts_gate_up  [X, E, 2 F]   experts_gate_up_bias [X, 2 F], experts_down_bias [X, E] where biased
+    layer_<i>/experts_down     [X, F, E]
 
 Letters: B batch, T tokens, E hidden, F MLP, V vocabulary, H query heads, K key/value heads, D head dim.
 Query head h reads key/value head ``h // (H / K)``.
@@ -30,10 +44,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from quest_jax.models.config import LlamaConfig
+from quest_jax.models.mlp import gated, mix_experts
+from quest_jax.models.numbers import matmul, rms_norm
 from quest_jax.models.rope import apply_rope, rope_rotation
 
-Attend = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
-"""``attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D], state) -> (out [B,T,H,D], state)``; q and k are rotated."""
+Attend = Callable[..., tuple[Array, Any]]
+"""``attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D], state) -> (out [B,T,H,D], state)``; q and k are rotated.
+
+Scores are ``q . k / sqrt(D)``: another scale is in q already. Layers that have them pass ``window=``, how many tokens a
+query sees, itself included, and ``sinks=[H]``, logits that take part in every softmax and bring no value.
+"""
 
 
 def abstract_weights(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -106,12 +126,12 @@ def project_logits(
     """Logits of hidden states ``[..., E]``, float32 ``[..., V]`` whatever the dtype of the weights."""
     with jax.named_scope("logits"):
         if config.tie_word_embeddings:
-            return _matmul(hidden, weights["embed"], jnp.float32, contract=1)
-        return _matmul(hidden, weights["lm_head"], jnp.float32)
+            return matmul(hidden, weights["embed"], jnp.float32, contract=1)
+        return matmul(hidden, weights["lm_head"], jnp.float32)
 
 
 class _Block(nn.Module):
-    """One decoder block."""
+    """One decoder block; ``cos`` and ``sin`` are those of its layer."""
 
     config: LlamaConfig
     dtype: Any
@@ -120,35 +140,76 @@ class _Block(nn.Module):
     @nn.compact
     def __call__(self, x, cos, sin, attend: Attend, state):
         config = self.config
-        heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
-        normal, hidden, inner = nn.initializers.normal(0.02), config.hidden_size, config.intermediate_size
-        attn_norm = self.param("attn_norm", nn.initializers.ones, (hidden,), self.dtype)
-        qkv = self.param("qkv", normal, (hidden, (heads + 2 * kv_heads) * width), self.dtype)
-        out = self.param("out", normal, (heads * width, hidden), self.dtype)
-        mlp_norm = self.param("mlp_norm", nn.initializers.ones, (hidden,), self.dtype)
-        gate_up = self.param("gate_up", normal, (hidden, 2 * inner), self.dtype)
-        down = self.param("down", normal, (inner, hidden), self.dtype)
-
+        heads, width, hidden = config.n_heads, config.head_dim, config.hidden_size
         with jax.named_scope("qkv"):
-            normed = _rms_norm(x, attn_norm, config.rms_norm_eps)
-            projected = _matmul(normed, qkv).reshape(*x.shape[:2], heads + 2 * kv_heads, width)
-            q, k, v = jnp.split(projected, [heads, heads + kv_heads], axis=2)
+            q, k, v = self._project(self._norm("attn_norm", x))
+        out = self._matrix("out", heads * width, hidden)  # here: what a seed gives follows the order
         with jax.named_scope("rope"):
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            if self.layer not in config.unrotated_layers:
+                q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            if config.query_scale is not None:
+                q = (q.astype(jnp.float32) * (config.query_scale * width**0.5)).astype(q.dtype)
         with jax.named_scope("attend"):
-            attended, state = attend(self.layer, q, k, v, state)
+            limits: dict[str, Any] = {"sinks": self._bias("sinks", heads)} if config.sinks else {}
+            if (window := config.window(self.layer)) is not None:
+                limits["window"] = window
+            attended, state = attend(self.layer, q, k, v, state, **limits)
             # [B, H, T, D] would reshape without complaint, into nonsense.
             if attended.shape != q.shape:
                 raise ValueError(
                     f"attend: expected an output of the queries' shape [B, T, H, D] = {q.shape}, got {attended.shape}."
                 )
         with jax.named_scope("out"):
-            x = x + _matmul(attended.astype(x.dtype).reshape(*x.shape[:2], heads * width), out)
+            added = matmul(attended.astype(x.dtype).reshape(*x.shape[:2], heads * width), out)
+            added = added + self._bias("out_bias", hidden) if config.out_bias else added
+            x = x + (self._norm("attn_out_norm", added) if config.output_norms else added)
         with jax.named_scope("mlp"):
-            gate, up = jnp.split(_matmul(_rms_norm(x, mlp_norm, config.rms_norm_eps), gate_up), 2, axis=-1)
-            gated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-            x = x + _matmul(gated.astype(x.dtype), down)
+            added = self._mlp(self._norm("mlp_norm", x))
+            x = x + (self._norm("mlp_out_norm", added) if config.output_norms else added)
         return x, state
+
+    def _project(self, normed):
+        """q ``[B, T, H, D]``, k and v ``[B, T, K, D]``, not rotated yet."""
+        config = self.config
+        heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
+        columns = (heads + 2 * kv_heads) * width
+        projected = matmul(normed, self._matrix("qkv", config.hidden_size, columns))
+        if config.qkv_bias:
+            projected = projected + self._bias("qkv_bias", columns)
+        projected = projected.reshape(*normed.shape[:2], heads + 2 * kv_heads, width)
+        q, k, v = jnp.split(projected, [heads, heads + kv_heads], axis=2)
+        return (self._norm("q_norm", q), self._norm("k_norm", k), v) if config.qk_norm else (q, k, v)
+
+    def _mlp(self, normed):
+        config = self.config
+        hidden, experts = config.hidden_size, config.experts
+        if experts is None:
+            gate_up = self._matrix("gate_up", hidden, 2 * config.intermediate_size)
+            inner = gated(matmul(normed, gate_up), config.activation).astype(normed.dtype)
+            return matmul(inner, self._matrix("down", config.intermediate_size, hidden))
+        matrices = {
+            "router": self._matrix("router", hidden, experts.count),
+            "gate_up": self._matrix("experts_gate_up", experts.count, hidden, 2 * experts.size),
+            "down": self._matrix("experts_down", experts.count, experts.size, hidden),
+        }
+        if experts.biased:
+            matrices |= {
+                "router_bias": self._bias("router_bias", experts.count),
+                "gate_up_bias": self._bias("experts_gate_up_bias", experts.count, 2 * experts.size),
+                "down_bias": self._bias("experts_down_bias", experts.count, hidden),
+            }
+        return mix_experts(normed, matrices, experts, config.activation)
+
+    def _matrix(self, name, *shape):
+        return self.param(name, nn.initializers.normal(0.02), shape, self.dtype)
+
+    def _bias(self, name, *shape):
+        return self.param(name, nn.initializers.zeros, shape, self.dtype)
+
+    def _norm(self, name, x):
+        offset = self.config.norm_offset
+        weight = self.param(name, nn.initializers.constant(1 - offset), x.shape[-1:], self.dtype)
+        return rms_norm(x, weight, self.config.rms_norm_eps, offset)
 
 
 class _Llama(nn.Module):
@@ -163,57 +224,21 @@ class _Llama(nn.Module):
         vocab, hidden = config.vocab_size, config.hidden_size
         normal = nn.initializers.normal(0.02)
         embed = self.param("embed", normal, (vocab, hidden), self.dtype)
-        norm = self.param("norm", nn.initializers.ones, (hidden,), self.dtype)
+        norm = self.param("norm", nn.initializers.constant(1 - config.norm_offset), (hidden,), self.dtype)
         if not config.tie_word_embeddings:
             self.param("lm_head", normal, (hidden, vocab), self.dtype)  # read by project_logits
 
         with jax.named_scope("embed"):
             x = embed.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+            if config.embed_scale != 1:
+                x = x * jnp.asarray(config.embed_scale, x.dtype)
         with jax.named_scope("rope"):
-            cos, sin = rope_rotation(config.rope, config.head_dim, positions, rope_lengths)
+            rotation = rope_rotation(config.rope, config.head_dim, positions, rope_lengths)
+            if config.window_rope is not None:
+                local = rope_rotation(config.window_rope, config.head_dim, positions, rope_lengths)
         for layer in range(config.n_layers):
             block = _Block(config, self.dtype, layer, name=f"layer_{layer}")
-            x, state = block(x, cos, sin, attend, state)
+            windowed = config.window_rope is not None and config.window(layer) is not None
+            x, state = block(x, *(local if windowed else rotation), attend, state)
         with jax.named_scope("norm"):
-            return _rms_norm(x, norm, config.rms_norm_eps), state
-
-
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in float32; keeps the dtype of ``x``."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
-
-
-def _matmul(x: Array, weight: Array, dtype: Any = None, *, contract: int = 0) -> Array:
-    """``x [..., n]`` times axis ``contract`` of ``weight``; the result in ``dtype``, or that of ``x``.
-
-    A float32 product is asked for at full precision: by default a TPU rounds both sides to bfloat16 and a GPU to
-    TF32, which loses 4 of the 7 digits and with them every promise about equal logits. Who wants speed takes bfloat16.
-    """
-
-    def product(x: Array, weight: Array) -> Array:
-        return jax.lax.dot_general(
-            x,
-            weight,
-            (((x.ndim - 1,), (contract,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-            preferred_element_type=dtype or x.dtype,
-        )
-
-    def two_rows(x: Array, weight: Array) -> Array:
-        rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
-        return product(rows, weight)[:1].reshape(*x.shape[:-1], -1)
-
-    def same_row_twice(x: Array, weight: Array) -> Array:
-        rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1]))
-        return product(rows, weight)[:1].reshape(*x.shape[:-1], -1)
-
-    # A single row is no matrix to XLA. Its CPU backend then writes a float32 copy of a bfloat16 weight at every decode
-    # step; its CUDA backend, for some sizes, writes the elementwise product of row and weight before it sums it (in
-    # bfloat16 rounded, too). A second row avoids both: of zeros on a CPU, the same one on a GPU, where the product then
-    # reads it without a launch to make it. TPUs need no help.
-    if x.size == x.shape[-1]:
-        on_cpu = two_rows if weight.dtype == jnp.bfloat16 else product
-        return jax.lax.platform_dependent(x, weight, cpu=on_cpu, cuda=same_row_twice, default=product)
-    return product(x, weight)
+            return rms_norm(x, norm, config.rms_norm_eps, config.norm_offset), state

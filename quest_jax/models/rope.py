@@ -21,9 +21,9 @@ from quest_jax.models.config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[np.ndarray, "half"]:
-    """Static inverse frequencies, float32 ``[D/2]``, computed with numpy while tracing.
+    """Static inverse frequencies, float32 ``[D/2]`` (of the channels that turn), computed with numpy while tracing.
 
-    For ``dynamic`` these hold up to the trained length; :func:`rope_rotation` continues from there.
+    For ``dynamic`` and ``longrope`` these hold up to the trained length; :func:`rope_rotation` continues from there.
 
     Args:
       config: the rotary embedding.
@@ -32,11 +32,14 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[np.ndarray, 
     Raises:
       ValueError: a kind whose formula has no value for these numbers.
     """
+    head_dim = head_dim if config.rotary_dim is None else config.rotary_dim
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(np.float64(config.theta), exponents.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1) / powers
     if config.kind == "linear":
         return frequencies / np.float32(config.factor)
+    if config.kind == "longrope":
+        return np.float32(1) / (np.asarray(config.short_factors, np.float32) * powers)
     if config.kind == "yarn":
         return _yarn(config, head_dim, powers)
     if config.kind == "llama3":
@@ -47,15 +50,19 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float[np.ndarray, 
 
 
 def attention_scaling(config: RopeConfig) -> float:
-    """Factor on cosine and sine (so its square on the logits): YaRN's temperature, else 1.
+    """Factor on cosine and sine (so its square on the logits): the temperature of YaRN and LongRoPE, else 1.
 
     YaRN (2309.00071, eq. 22): ``0.1 ln(factor) + 1``; with ``mscale`` and ``mscale_all_dim`` (DeepSeek) the ratio of
     two such terms; an explicit ``attention_factor`` wins.
     """
-    if config.kind != "yarn":
+    if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.kind == "longrope":
+        assert config.original_max_positions is not None  # RopeConfig checks it
+        grown = math.log(config.factor) / math.log(config.original_max_positions) if config.factor > 1 else 0.0
+        return math.sqrt(1 + grown)
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
@@ -77,14 +84,17 @@ def rope_rotation(
       config: the rotary embedding (static).
       head_dim: [D].
       positions: position of each token in its own sequence; exact up to 2**24.
-      lengths: only read by ``dynamic``: sequence length that decides the base, per row. None: max(positions) + 1.
-        A function of the length alone, where transformers also remembers the longest sequence it has seen.
+      lengths: only read by ``dynamic`` and ``longrope``: sequence length that decides the base or the factors, per
+        row. None: max(positions) + 1. A function of the length alone, where transformers also remembers the longest
+        sequence it has seen.
     """
     frequencies = jnp.asarray(inverse_frequencies(config, head_dim))  # [D/2]
-    if config.kind == "dynamic":
+    if config.kind in ("dynamic", "longrope"):
         if lengths is None:
             lengths = positions.max(axis=-1) + 1
-        frequencies = _dynamic(config, head_dim, frequencies, lengths)[:, None, :]  # [B, 1, D/2]
+        beyond = _dynamic if config.kind == "dynamic" else _longrope
+        width = head_dim if config.rotary_dim is None else config.rotary_dim
+        frequencies = beyond(config, width, frequencies, lengths)[:, None, :]  # [B, 1, D/2]
     angles = positions.astype(jnp.float32)[..., None] * frequencies  # [B, T, D/2]
     scaling = attention_scaling(config)
     return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
@@ -93,10 +103,15 @@ def rope_rotation(
 def apply_rope(
     x: Float[Array, "B T heads D"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T heads D"]:
-    """Turn ``x`` ``[B, T, heads, D]`` by ``rope_rotation``'s angles; computes in float32, keeps the dtype of ``x``."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Turn ``x`` ``[B, T, heads, D]`` by ``rope_rotation``'s angles; computes in float32, keeps the dtype of ``x``.
+
+    Where there are fewer angles than half the channels, the last channels stay as they are.
+    """
+    turning = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :turning].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]  # [B, T, 1, D/2]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if turning == x.shape[-1] else jnp.concatenate([turned, x[..., turning:]], axis=-1)
 
 
 def _dynamic(
@@ -111,6 +126,16 @@ def _dynamic(
     grown = 1.0 / base[:, None] ** exponents
     # The numpy values where nothing is stretched: short rows then equal other kinds of RoPE bit for bit.
     return jnp.where(lengths[:, None] > limit, grown, trained)
+
+
+def _longrope(
+    config: RopeConfig, head_dim: int, trained: Float[Array, "half"], lengths: Int[Array, "B"]
+) -> Float[Array, "B half"]:
+    """LongRoPE: the long factors for rows beyond the trained length."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = np.power(np.float64(config.theta), exponents.astype(np.float64)).astype(np.float32)
+    stretched = np.float32(1) / (np.asarray(config.long_factors, np.float32) * powers)
+    return jnp.where(lengths[:, None] > config.original_max_positions, stretched, trained)
 
 
 def _yarn(config: RopeConfig, head_dim: int, powers: Float[np.ndarray, "half"]) -> Float[np.ndarray, "half"]:

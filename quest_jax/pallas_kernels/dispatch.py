@@ -89,6 +89,7 @@ class Call:
       scalars: int32 numbers of page table and page lists, which a kernel may need in scalar memory.
       compute_capability: of a CUDA device, e.g. ``(9, 0)``; None for others.
       metadata: how the op keeps the page metadata that it writes.
+      window: how many tokens each query sees, None for all.
     """
 
     platform: str
@@ -104,6 +105,7 @@ class Call:
     scalars: int = 0
     compute_capability: tuple[int, int] | None = None
     metadata: str = "float32"
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +138,7 @@ def describe_call(
     pages: int | None = None,
     scalars: int = 0,
     metadata: str = "float32",
+    window: int | None = None,
 ) -> Call:
     """Describes a call on the current target."""
     device = current_target()
@@ -153,6 +156,7 @@ def describe_call(
         pages=pages,
         scalars=scalars,
         metadata=metadata,
+        window=window,
     )
 
 

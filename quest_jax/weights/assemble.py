@@ -5,9 +5,8 @@ A checkpoint keeps q, k, v and gate, up apart and stores matrices ``[out, in]``;
 time, and handed to the device before the next one starts: peak memory is the model plus its largest array.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,25 +18,20 @@ from quest_jax.models.config import LlamaConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.models.rope import inverse_frequencies
 from quest_jax.params import Params
+from quest_jax.weights.stored import StoredTensor
 
-_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+_FUSED = {
+    "qkv": ("q", "k", "v"),
+    "qkv_bias": ("q_bias", "k_bias", "v_bias"),
+    "gate_up": ("gate", "up"),
+    "experts_gate_up": ("expert_gate", "expert_up"),
+    "experts_gate_up_bias": ("expert_gate_bias", "expert_up_bias"),
+    "experts_down": ("expert_down",),
+    "experts_down_bias": ("expert_down_bias",),
+}
+_OF_EXPERTS = "experts_"
 _CHUNK_BYTES = 16 * 1024 * 1024
 _SHOWN = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file, not yet read.
-
-    Attributes:
-      name: its name in the file.
-      shape: ``[out, in]``, or ``[E]`` for a norm.
-      read: ``read(start, stop)`` gives those rows as a float array; both are multiples of the head dim or the end.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    read: Callable[[int, int], np.ndarray]
 
 
 def target_dtype(dtype: Any) -> np.dtype:
@@ -63,30 +57,30 @@ def match_tensors(
 
     Args:
       config: the model.
-      names: the file's name of each part: ``embed norm lm_head`` and, with ``{}`` for the layer,
-        ``attn_norm q k v out mlp_norm gate up down``.
+      names: the file's name of each part, with ``{}`` for the layer and for an expert: ``embed norm lm_head``,
+        ``attn_norm q k v out mlp_norm gate up down``, and what the config asks for besides.
       stored: all tensors of the file that are not known to be superfluous.
       where: the file, for errors.
 
     Returns:
-      ``stored`` under the keys ``embed``, ``norm``, ``lm_head`` and ``layer_<i>/<part>``.
+      ``stored`` under the keys ``embed``, ``norm``, ``lm_head``, ``layer_<i>/<part>``, ``layer_<i>/<part>/<expert>``.
 
     Raises:
       ValueError: a tensor is missing, not used, or has another shape than the config says.
     """
     if config.n_layers > len(stored):  # before a loop over a number that nothing has confirmed
         raise ValueError(f"{where}: the config says {config.n_layers} layers, but there are {len(stored)} tensors.")
-    shapes = {key: (names[part].format(layer), shape) for layer, key, part, shape in _parts(config)}
+    experts = config.experts.count if config.experts else 0
+    if experts * config.n_layers > len(stored):
+        raise ValueError(f"{where}: the config says {experts} experts a layer, but there are {len(stored)} tensors.")
+    shapes = {key: (names[part].format(*at), shape) for at, key, part, shape in _parts(config)}
     missing = [name for name, _ in shapes.values() if name not in stored]
     if missing:
         raise ValueError(f"{where}: expected every tensor of the model, {_listed(missing)} missing; fetch it again.")
     unused = set(stored) - {name for name, _ in shapes.values()}
     if unused:
-        raise ValueError(f"{where}: expected the tensors of a Llama decoder only, {_listed(sorted(unused))} unknown.")
-    for name, shape in shapes.values():
-        if stored[name].shape != shape:
-            raise ValueError(f"{where}: tensor {name}: the config says {shape}, the file has {stored[name].shape}.")
-    return {key: stored[name] for key, (name, _) in shapes.items()}
+        raise ValueError(f"{where}: expected the tensors of this decoder only, {_listed(sorted(unused))} unknown.")
+    return {key: stored[name].checked(shape, where) for key, (name, shape) in shapes.items()}
 
 
 def assemble(config: LlamaConfig, dtype: np.dtype, tensors: Mapping[str, StoredTensor], where: str) -> Params:
@@ -103,45 +97,85 @@ def assemble(config: LlamaConfig, dtype: np.dtype, tensors: Mapping[str, StoredT
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         *layer, name = (key.key for key in path)
-        parts = [tensors["/".join([*layer, part])] for part in _FUSED.get(name, (name,))]
-        return _to_device(_filled(leaf, parts, config.head_dim, transpose=name != "embed"))
+        keys = ["/".join([*layer, part]) for part in _FUSED.get(name, (name,))]
+        buffer = np.empty(leaf.shape, leaf.dtype)
+        if name.startswith(_OF_EXPERTS):
+            for expert, own in enumerate(buffer):
+                _fill(own.T, [tensors[f"{key}/{expert}"] for key in keys], config.head_dim)
+        else:
+            _fill(buffer if name == "embed" else buffer.T, [tensors[key] for key in keys], config.head_dim)
+        return _to_device(buffer)
 
     return Params(weights=jax.tree_util.tree_map_with_path(place, abstract), config=config)
 
 
 def check_rope(config: LlamaConfig, where: str) -> None:
     """Raises ValueError, naming the file, where the frequencies of the config's RoPE are not positive and finite."""
-    try:
-        with np.errstate(all="ignore"):
-            frequencies = inverse_frequencies(config.rope, config.head_dim)
-    except (ArithmeticError, ValueError) as error:
-        raise ValueError(f"{where}: no RoPE frequencies can be computed from {config.rope}: {error}") from error
-    if not (np.isfinite(frequencies).all() and (frequencies > 0).all()):
-        raise ValueError(f"{where}: expected positive, finite RoPE frequencies, not what {config.rope} gives.")
+    for rope in (config.rope, *([config.window_rope] if config.window_rope else [])):
+        try:
+            with np.errstate(all="ignore"):
+                frequencies = inverse_frequencies(rope, config.head_dim)
+        except (ArithmeticError, ValueError) as error:
+            raise ValueError(f"{where}: no RoPE frequencies can be computed from {rope}: {error}") from error
+        if not (np.isfinite(frequencies).all() and (frequencies > 0).all()):
+            raise ValueError(f"{where}: expected positive, finite RoPE frequencies, not what {rope} gives.")
 
 
-def _parts(config: LlamaConfig) -> Iterable[tuple[int, str, str, tuple[int, ...]]]:
-    """(layer, key, part, shape ``[out, in]``) of everything a checkpoint stores."""
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    yield 0, "embed", "embed", (vocab, hidden)
-    yield 0, "norm", "norm", (hidden,)
+def _parts(config: LlamaConfig) -> Iterable[tuple[tuple[int, ...], str, str, tuple[int, ...]]]:
+    """((layer, expert), key, part, shape ``[out, in]``) of everything a checkpoint stores."""
+    hidden, vocab, experts = config.hidden_size, config.vocab_size, config.experts
+    yield (0,), "embed", "embed", (vocab, hidden)
+    yield (0,), "norm", "norm", (hidden,)
     if not config.tie_word_embeddings:
-        yield 0, "lm_head", "lm_head", (vocab, hidden)
-    block = {
-        "attn_norm": (hidden,), "q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden),
-        "out": (hidden, queries), "mlp_norm": (hidden,), "gate": (inner, hidden), "up": (inner, hidden),
-        "down": (hidden, inner),
-    }  # fmt: skip
+        yield (0,), "lm_head", "lm_head", (vocab, hidden)
+    block = _block_parts(config)
     for layer in range(config.n_layers):
         for part, shape in block.items():
-            yield layer, f"layer_{layer}/{part}", part, shape
+            yield (layer,), f"layer_{layer}/{part}", part, shape
+        for expert in range(experts.count if experts else 0):
+            for part, shape in _expert_parts(config).items():
+                yield (layer, expert), f"layer_{layer}/{part}/{expert}", part, shape
 
 
-def _filled(leaf: jax.ShapeDtypeStruct, parts: list[StoredTensor], head_dim: int, transpose: bool) -> np.ndarray:
-    """One array of the tree on the host: the parts side by side, transposed, converted chunk by chunk."""
-    buffer = np.empty(leaf.shape, leaf.dtype)
-    view = buffer.T if transpose else buffer  # [out, in] either way; the transpose of a vector is itself
+def _block_parts(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.n_heads * width, config.n_kv_heads * width
+    parts: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,), "q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden),
+        "out": (hidden, queries), "mlp_norm": (hidden,),
+    }  # fmt: skip
+    if config.qkv_bias:
+        parts |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+    if config.out_bias:
+        parts |= {"out_bias": (hidden,)}
+    if config.qk_norm:
+        parts |= {"q_norm": (width,), "k_norm": (width,)}
+    if config.sinks:
+        parts |= {"sinks": (config.n_heads,)}
+    if config.output_norms:
+        parts |= {"attn_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
+    if config.experts is None:
+        return parts | {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    parts |= {"router": (config.experts.count, hidden)}
+    return parts | ({"router_bias": (config.experts.count,)} if config.experts.biased else {})
+
+
+def _expert_parts(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    parts = {"expert_gate": (experts.size, hidden), "expert_up": (experts.size, hidden)}
+    parts |= {"expert_down": (hidden, experts.size)}
+    if not experts.biased:
+        return parts
+    return parts | {
+        "expert_gate_bias": (experts.size,),
+        "expert_up_bias": (experts.size,),
+        "expert_down_bias": (hidden,),
+    }
+
+
+def _fill(view: np.ndarray, parts: list[StoredTensor], head_dim: int) -> None:
+    """Writes the parts one below the other into ``view [out, in]``, converted chunk by chunk."""
     assert view.shape[0] == sum(part.shape[0] for part in parts)
     row_bytes = 4 * math.prod(view.shape[1:])
     step = max(1, _CHUNK_BYTES // (row_bytes * head_dim)) * head_dim
@@ -151,7 +185,6 @@ def _filled(leaf: jax.ShapeDtypeStruct, parts: list[StoredTensor], head_dim: int
             stop = min(start + step, part.shape[0])
             view[begin + start : begin + stop] = part.read(start, stop)
         begin += part.shape[0]
-    return buffer
 
 
 def _to_device(array: np.ndarray) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quest_jax.memory import check_memory
-from quest_jax.models.config import LlamaConfig, RopeConfig, RopeKind
+from quest_jax.models.config import Activation, Experts, LlamaConfig, RopeConfig, RopeKind, RouterKind
 from quest_jax.models.llama import abstract_weights
 from quest_jax.params import Params
 from quest_jax.weights.assemble import check_rope, target_dtype
@@ -176,10 +176,14 @@ def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
     values = header.get("config")
     if not isinstance(values, dict) or not isinstance(values.get("rope"), dict):
         raise ValueError(f"{path}: expected an object config with an object rope; the file is damaged.")
+    parts: dict[str, Any] = {"rope": RopeConfig, "window_rope": RopeConfig, "experts": Experts}
     try:
-        rope = RopeConfig(**_arguments(RopeConfig, values["rope"], path))
-        eos = Fields(values, str(path)).ids("eos_token_ids") or ()
-        return LlamaConfig(**_arguments(LlamaConfig, values, path), rope=rope, eos_token_ids=eos)
+        for name, kind in parts.items():
+            part = values.get(name)
+            if part is not None and not isinstance(part, dict):
+                raise ValueError(f"{path}: {name}: expected an object, got {str(part)[:80]}; the file is damaged.")
+            parts[name] = None if part is None else kind(**_arguments(kind, part, path))
+        return LlamaConfig(**_arguments(LlamaConfig, values, path), **parts)
     except ValueError as error:
         raise error if str(error).startswith(str(path)) else ValueError(f"{path}: {error}") from error
 
@@ -189,6 +193,8 @@ def _arguments(kind: type[Any], values: dict[str, Any], path: pathlib.Path) -> d
     fields = Fields(values, str(path))
     readers: dict[Any, Any] = {int: fields.integer, float: fields.number, bool: fields.flag, RopeKind: fields.text}
     readers |= {int | None: fields.integer, float | None: fields.number}
+    readers |= {Activation: fields.text, RouterKind: fields.text}
+    readers |= {tuple[int, ...]: fields.integers, tuple[float, ...]: fields.numbers}
     declared = dataclasses.fields(kind)
     unknown = sorted(set(values) - {field.name for field in declared})
     if unknown:

@@ -16,14 +16,14 @@ class Fields:
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
-        self._values, self._where = values, where
+        self._values, self.where = values, where
 
     def integer(self, key: str, default: Any = _REQUIRED) -> Any:
         """An integer in ``[0, 2**31)``; not a float and not a truth value."""
         value = self._get(key, default)
         if value is default or (type(value) is int and 0 <= value < _LIMIT):
             return value
-        raise self._error(key, "an integer of at least 0 and below 2**31", value)
+        raise self.error(key, "an integer of at least 0 and below 2**31", value)
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
         """A finite number, as float."""
@@ -34,21 +34,21 @@ class Fields:
             return float(value)
         if type(value) is float and math.isfinite(value):
             return value
-        raise self._error(key, "a finite number", value)
+        raise self.error(key, "a finite number", value)
 
     def flag(self, key: str, default: Any = _REQUIRED) -> Any:
         """True or False."""
         value = self._get(key, default)
         if value is default or isinstance(value, bool):
             return value
-        raise self._error(key, "true or false", value)
+        raise self.error(key, "true or false", value)
 
     def text(self, key: str, default: Any = _REQUIRED) -> Any:
         """A string."""
         value = self._get(key, default)
         if value is default or isinstance(value, str):
             return value
-        raise self._error(key, "a string", value)
+        raise self.error(key, "a string", value)
 
     def ids(self, key: str) -> tuple[int, ...] | None:
         """Token ids, given as one integer or a list of them, without repetitions; None when absent."""
@@ -57,16 +57,49 @@ class Fields:
             return None
         items = value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item < _LIMIT for item in items):
-            raise self._error(key, "a token id or a list of them", value)
+            raise self.error(key, "a token id or a list of them", value)
         return tuple(dict.fromkeys(items))
+
+    def sequence(self, key: str) -> list[Any] | None:
+        """A list, or None when absent."""
+        value = self._get(key, None)
+        if value is None or isinstance(value, list):
+            return value
+        raise self.error(key, "a list", value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of integers in ``[0, 2**31)``; empty when absent."""
+        values = self.sequence(key) or []
+        if not all(type(value) is int and 0 <= value < _LIMIT for value in values):
+            raise self.error(key, "a list of integers of at least 0", values)
+        return tuple(values)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers, as floats; empty when absent."""
+        values = self.sequence(key) or []
+        if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+            raise self.error(key, "a list of finite numbers", values)
+        return tuple(float(value) for value in values)
+
+    def layer_types(self, layers: int) -> list[Any] | None:
+        """The kind of every layer, ``full_attention`` or ``sliding_attention``; None when absent."""
+        kinds = self.sequence("layer_types")
+        if kinds is not None and len(kinds) != layers:
+            raise self.error("layer_types", f"one entry per layer ({layers})", kinds)
+        if other := [kind for kind in kinds or () if kind not in ("full_attention", "sliding_attention")]:
+            raise NotImplementedError(
+                f"{self.where}: layer_types: expected full_attention or sliding_attention, got {str(other[0])[:80]}."
+            )
+        return kinds
 
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self._where}: the key {key!r} is missing.")
+            raise ValueError(f"{self.where}: the key {key!r} is missing.")
         return default
 
-    def _error(self, key: str, expected: str, value: Any) -> ValueError:
-        return ValueError(f"{self._where}: {key}: expected {expected}, got {repr(value)[:80]}.")
+    def error(self, key: str, expected: str, value: Any) -> ValueError:
+        """The error for a value that is not what was expected."""
+        return ValueError(f"{self.where}: {key}: expected {expected}, got {repr(value)[:80]}.")

@@ -10,10 +10,11 @@ import numpy as np
 
 from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
-from quest_jax.weights.assemble import StoredTensor, assemble, match_tensors
+from quest_jax.weights.assemble import assemble, match_tensors
 from quest_jax.weights.gguf_config import check_architecture, parse_metadata
 from quest_jax.weights.gguf_file import read_directory
 from quest_jax.weights.gguf_tensors import open_tensors
+from quest_jax.weights.stored import StoredTensor
 
 _NAMES = {
     "embed": "token_embd.weight",

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from quest_jax.weights.assemble import StoredTensor
 from quest_jax.weights.gguf_file import Directory, TensorInfo
+from quest_jax.weights.stored import StoredTensor
 
 
 def open_tensors(directory: Directory) -> dict[str, StoredTensor]:

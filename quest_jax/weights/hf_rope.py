@@ -11,8 +11,11 @@ from typing import Any
 from quest_jax.models.config import RopeConfig
 from quest_jax.weights.fields import Fields
 
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-"""Keys of a config that :func:`parse_rope` reads."""
+ROPE_KEYS = (
+    "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor",
+    "rope_local_base_freq",
+)  # fmt: skip
+"""Keys of a config that :func:`parse_ropes` reads."""
 
 _DEFAULT_THETA = 10000.0
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -22,35 +25,57 @@ _USED = {
     "dynamic": {"factor"},
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
+_OLD_NAMES = {"su": "longrope"}
 # The trained length is read by yarn and llama3, checked for dynamic and only informative for linear; the mark
 # ``finetuned`` of early YaRN checkpoints never had an effect.
 _ALLOWED = {kind: used | {"original_max_position_embeddings", "finetuned"} for kind, used in _USED.items()}
 
 
-def parse_rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
+def parse_ropes(
+    config: Mapping[str, Any], max_positions: int, head_dim: int, where: str
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Reads the RoPE of a config, and that of its layers with a window where those have one of their own (Gemma 3).
+
+    Arguments and errors as for :func:`parse_rope`.
+    """
+    new = config.get("rope_parameters")
+    if isinstance(new, dict) and set(new) == {"full_attention", "sliding_attention"}:
+        whole, local = (
+            parse_rope({**config, "rope_parameters": new[kind] or {}}, max_positions, head_dim, where)
+            for kind in ("full_attention", "sliding_attention")
+        )
+        return whole, local
+    rope = parse_rope(config, max_positions, head_dim, where)
+    theta = Fields(config, where).number("rope_local_base_freq", None)
+    return rope, None if theta is None else RopeConfig(theta=theta)
+
+
+def parse_rope(config: Mapping[str, Any], max_positions: int, head_dim: int, where: str) -> RopeConfig:
     """Reads the RoPE of a config.
 
     Args:
       config: the whole ``config.json``.
       max_positions: its ``max_position_embeddings``.
+      head_dim: channels of a head.
       where: the file, for errors.
 
     Raises:
-      NotImplementedError: an unknown RoPE type, or a partial rotation.
+      NotImplementedError: an unknown RoPE type.
       ValueError: a value out of range, a missing or unknown key, or two that contradict each other.
     """
     values = _chosen(config, where)
     fields = Fields(values, f"{where}: RoPE")
     kind = fields.text("rope_type", fields.text("type", "default"))
+    kind = _OLD_NAMES.get(kind, kind)
+    if kind == "yarn" and "short_factor" in values:
+        kind = "longrope"  # as early Phi-3 files call it
     if kind not in _USED:
         raise NotImplementedError(f"{where}: RoPE type: expected one of {', '.join(_USED)}, got {kind!r}.")
     unknown = sorted(key for key in values if key not in _COMMON | _ALLOWED[kind] and values[key] is not None)
     if unknown:
         raise ValueError(f"{where}: RoPE type {kind!r} has no key {unknown[0]!r}; it reads {sorted(_USED[kind])}.")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise NotImplementedError(f"{where}: partial_rotary_factor: expected 1, got {values['partial_rotary_factor']}.")
-
     top = Fields(config, where)
     given = fields.integer("original_max_position_embeddings", 0)
     trained = top.integer("original_max_position_embeddings", 0) or given or max_positions
@@ -59,14 +84,23 @@ def parse_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Rop
             f"{where}: dynamic RoPE is defined by max_position_embeddings ({max_positions}), "
             f"but original_max_position_embeddings is {trained}; make them equal."
         )
-    arguments = {name: fields.number(name) for name in _USED[kind] - {"truncate"} if values.get(name) is not None}
+    part = fields.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    if not 0 < part <= 1:
+        raise ValueError(f"{where}: partial_rotary_factor: expected a number in (0, 1], got {part}.")
+    plain = _USED[kind] - {"truncate", "short_factor", "long_factor"}
+    arguments: dict[str, Any] = {name: fields.number(name) for name in plain if values.get(name) is not None}
+    if part != 1:
+        arguments["rotary_dim"] = int(head_dim * part)
     if kind == "yarn":
         arguments.setdefault("factor", max_positions / trained)
         arguments["truncate"] = fields.flag("truncate", True)
+    if kind == "longrope":
+        arguments.setdefault("factor", max_positions / trained)
+        arguments |= {f"{name}_factors": fields.numbers(f"{name}_factor") for name in ("short", "long")}
     for name in {"linear": ["factor"], "dynamic": ["factor"], "llama3": sorted(_USED["llama3"])}.get(kind, []):
         if name not in arguments:
             raise ValueError(f"{where}: RoPE type {kind!r} needs the key {name!r}.")
-    if kind in ("dynamic", "yarn", "llama3"):
+    if kind in ("dynamic", "yarn", "llama3", "longrope"):
         arguments["original_max_positions"] = trained
     theta = fields.number("rope_theta", top.number("rope_theta", _DEFAULT_THETA))
     try:

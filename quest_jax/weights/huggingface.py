@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of ``LlamaForCausalLM`` in safetensors, without torch and without transformers."""
+"""Hugging Face checkpoints in safetensors, without torch and without transformers."""
 
 import os
 import pathlib
@@ -8,27 +8,16 @@ import numpy as np
 
 from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
+from quest_jax.weights import mxfp4
 from quest_jax.weights.assemble import assemble, match_tensors
-from quest_jax.weights.hf_config import parse_config
+from quest_jax.weights.families import LLAMA_NAMES
+from quest_jax.weights.hf_config import find_family, parse_config
 from quest_jax.weights.safetensors_file import TensorEntry, read_header
+from quest_jax.weights.stored import StoredTensor
 from quest_jax.weights.strict_json import read_json
 
 _CONFIGS = ["config.json", "generation_config.json"]
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "attn_norm": "model.layers.{}.input_layernorm.weight",
-    "q": "model.layers.{}.self_attn.q_proj.weight",
-    "k": "model.layers.{}.self_attn.k_proj.weight",
-    "v": "model.layers.{}.self_attn.v_proj.weight",
-    "out": "model.layers.{}.self_attn.o_proj.weight",
-    "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
-    "gate": "model.layers.{}.mlp.gate_proj.weight",
-    "up": "model.layers.{}.mlp.up_proj.weight",
-    "down": "model.layers.{}.mlp.down_proj.weight",
-}
 _COMPUTED = ".rotary_emb.inv_freq"  # old checkpoints store what the config already says
 _COMPARED_ROWS = 4096
 
@@ -53,8 +42,22 @@ def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype) -> Para
     entries = {name: entry for name, entry in _read_entries(directory).items() if not name.endswith(_COMPUTED)}
     if config.tie_word_embeddings:
         _drop_tied_head(entries, where)
-    stored = {name: entry.stored() for name, entry in entries.items()}
-    return assemble(config, dtype, match_tensors(config, _NAMES, stored, where), where)
+    family = find_family(read_json(directory / "config.json"), where)
+    stored = _join_mxfp4(entries, where) if family.model_type == "gpt_oss" else _stored(entries)
+    if family.views is not None:
+        stored = family.views(config, stored, where)
+    names = {**LLAMA_NAMES, **family.names}
+    return assemble(config, dtype, match_tensors(config, names, stored, where), where)
+
+
+def _stored(entries: dict[str, TensorEntry]) -> dict[str, StoredTensor]:
+    return {name: entry.stored() for name, entry in entries.items()}
+
+
+def _join_mxfp4(entries: dict[str, TensorEntry], where: str) -> dict[str, StoredTensor]:
+    raw = {name: entry for name, entry in entries.items() if name.endswith(("_blocks", "_scales"))}
+    plain = {name: entry for name, entry in entries.items() if name not in raw}
+    return _stored(plain) | mxfp4.join_all({name: entry.bytes() for name, entry in raw.items()}, where)
 
 
 def read_huggingface_config(path: pathlib.Path) -> LlamaConfig:
@@ -156,7 +159,7 @@ def _missing_weights(directory: pathlib.Path) -> str:
 
 def _drop_tied_head(entries: dict[str, TensorEntry], where: str) -> None:
     """Removes an output projection that repeats the embedding; one that differs contradicts the config."""
-    head, embed = entries.get(_NAMES["lm_head"]), entries.get(_NAMES["embed"])
+    head, embed = entries.get(LLAMA_NAMES["lm_head"]), entries.get(LLAMA_NAMES["embed"])
     if head is None or embed is None:
         return
     same = head.shape == embed.shape and len(head.shape) == 2 and head.stored() and embed.stored()

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from quest_jax.weights.assemble import StoredTensor
+from quest_jax.weights.stored import StoredTensor
 from quest_jax.weights.strict_json import MAX_JSON_BYTES, parse_json
 
 _FLOATS = {
@@ -56,9 +56,19 @@ class TensorEntry:
             )
         return StoredTensor(self.name, self.shape, self.read)
 
+    def bytes(self) -> StoredTensor:
+        """The same for a tensor of bytes, which stand for something else.
+
+        Raises:
+          NotImplementedError: not of type U8.
+        """
+        if self.dtype != "U8":
+            raise NotImplementedError(f"{self.path}: tensor {self.name}: expected U8, got {self.dtype}.")
+        return StoredTensor(self.name, self.shape, self.read)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows ``start`` to ``stop`` in the type of the file."""
-        dtype = _FLOATS[self.dtype]
+        dtype = np.dtype(np.uint8) if self.dtype == "U8" else _FLOATS[self.dtype]
         row = math.prod(self.shape[1:])
         count = (stop - start) * row
         with open(self.path, "rb") as file:

@@ -32,17 +32,22 @@ def init_dense(config: LlamaConfig, batch: int, capacity: int, dtype: Any = jnp.
     return DenseState((empty,) * config.n_layers, (empty,) * config.n_layers, jnp.int32(0))
 
 
-def attend_dense(layer: int, q, k, v, state: DenseState):
+def attend_dense(layer: int, q, k, v, state: DenseState, *, window=None, sinks=None):
     """Causal softmax(q k^T / sqrt(D)) v; query head h reads KV head h // G."""
     keys = jax.lax.dynamic_update_slice(state.keys[layer], k, (0, state.start, 0, 0))
     values = jax.lax.dynamic_update_slice(state.values[layer], v, (0, state.start, 0, 0))
     group = q.shape[2] // k.shape[2]
-    visible = jnp.arange(keys.shape[1]) <= state.start + jnp.arange(q.shape[1])[:, None]  # [T, L]
+    query, at = state.start + jnp.arange(q.shape[1])[:, None], jnp.arange(keys.shape[1])
+    visible = (at <= query) & (at > query - (window or keys.shape[1]))  # [T, L]
     real = (jnp.arange(keys.shape[1]) < state.start + q.shape[1])[:, None, None]
     wide_k = jnp.repeat(keys, group, axis=2).astype(jnp.float32)
     wide_v = jnp.repeat(jnp.where(real, values, 0), group, axis=2).astype(jnp.float32)
     scores = jnp.einsum("bthd,blhd->bhtl", q.astype(jnp.float32), wide_k) / np.sqrt(q.shape[-1])
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : keys.shape[1]]
     out = jnp.einsum("bhtl,blhd->bthd", weights, wide_v).astype(q.dtype)
     state = dataclasses.replace(
         state,

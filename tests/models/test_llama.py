@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax.errors import ScopeParamShapeError
 
-from quest_jax.models import llama
+from quest_jax.models import llama, numbers
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from tests.models.dense import attend_dense, init_dense, one_shot, stepwise
 
@@ -191,8 +191,8 @@ def test_bfloat16_is_close_to_float32_and_says_its_dtypes(config):
 def test_norms_of_bfloat16_are_rounded_once():
     """Squares, mean and root in float32: equal to the float32 norm of the same numbers, rounded at the end."""
     x, weight = jax.random.normal(jax.random.key(0), (2, 64, 96), jnp.bfloat16)
-    exact = llama._rms_norm(x.astype(jnp.float32), weight[0].astype(jnp.float32), 1e-5)
-    np.testing.assert_array_equal(llama._rms_norm(x, weight[0], 1e-5), exact.astype(jnp.bfloat16))
+    exact = numbers.rms_norm(x.astype(jnp.float32), weight[0].astype(jnp.float32), 1e-5)
+    np.testing.assert_array_equal(numbers.rms_norm(x, weight[0], 1e-5), exact.astype(jnp.bfloat16))
 
 
 def test_an_attend_that_answers_in_float32_keeps_the_residual_bfloat16():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from quest_jax.models.config import RopeConfig
+from quest_jax.models.config import RopeConfig, RopeKind
 from quest_jax.params import Params
+from quest_jax.weights.families import FAMILIES
 from quest_jax.weights.load import load
 from tests.models.dense import init_dense, one_shot, stepwise
 
@@ -33,11 +35,13 @@ def recorded(name: str) -> dict[str, np.ndarray]:
 
 def test_the_fixtures_cover_what_they_promise():
     configs = {name: load_fixture(name).config for name in NAMES}
-    assert {config.rope.kind for config in configs.values()} == {"default", "linear", "dynamic", "yarn", "llama3"}
+    assert {config.rope.kind for config in configs.values()} == set(RopeKind.__args__)
     assert {config.group_size for config in configs.values()} == {1, 2, 3, 4}
     assert any(config.head_dim != config.hidden_size // config.n_heads for config in configs.values())
     assert {config.tie_word_embeddings for config in configs.values()} == {False, True}
     assert configs["dynamic"].max_positions < max(LENGTHS)
+    models = {json.loads((FIXTURES / name / "config.json").read_text())["model_type"] for name in NAMES}
+    assert models == set(FAMILIES)
     assert all(recorded(name)[f"logits_{max(LENGTHS)}"].std() > 1 for name in NAMES)
 
 
@@ -57,7 +61,8 @@ def test_token_by_token(name):
     logits = stepwise(params.weights, params.config, expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits_stepwise"], rtol=0, atol=TOLERANCE)
     difference = np.abs(expected["logits_stepwise"] - expected["logits_48"]).max()
-    assert difference > 0.01 if params.config.rope.kind == "dynamic" else difference < TOLERANCE
+    grows = params.config.rope.kind in ("dynamic", "longrope")
+    assert difference > 0.01 if grows else difference < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "gqa", "tied", "yarn"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quest_jax.models import llama
+from quest_jax.models import llama, numbers
 from quest_jax.models.config import LlamaConfig
 from tests.models.dense import forward, init_dense
 
@@ -86,7 +86,7 @@ def test_bfloat16_products_of_one_row_equal_those_of_many(shape, contract):
     keys = jax.random.split(jax.random.key(0))
     weight = jax.random.normal(keys[0], (64, 48) if contract == 0 else (48, 64), jnp.bfloat16)
     x = jax.random.normal(keys[1], shape, jnp.bfloat16)
-    out = llama._matmul(x, weight, jnp.float32, contract=contract)
+    out = numbers.matmul(x, weight, jnp.float32, contract=contract)
     exact = np.asarray(x, np.float64) @ np.asarray(weight if contract == 0 else weight.T, np.float64)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, exact, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Writes tests/fixtures/parity: tiny random Llama checkpoints with what transformers computes for them.
+"""Writes tests/fixtures/parity: tiny random checkpoints with what transformers computes for them.
 
 Run from the repository's root with an environment that has torch and transformers (5.24 recorded the files in the
 repository):
@@ -19,7 +19,7 @@ import pathlib
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -89,6 +89,49 @@ MODELS: dict[str, dict] = {
         },
     },
 }
+
+_WINDOW = 12  # of 48 tokens: most are outside
+
+FAMILIES: dict[str, dict] = {
+    "mistral": {"model_type": "mistral", "sliding_window": _WINDOW, "head_dim": 12},
+    "qwen2": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20, "norm_topk_prob": True,
+    },
+    "smollm3": {
+        "model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": _WINDOW},
+    "phi3_longrope": {
+        "model_type": "phi3", "pad_token_id": 0, "head_dim": 16, "hidden_size": 64, "max_position_embeddings": 96,
+        "original_max_position_embeddings": 24, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+        },
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 12, "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": True, "pad_token_id": 0, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "sliding_window": _WINDOW, "intermediate_size": 20, "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 32, "rope_theta": 150000.0,
+        },
+    },
+}  # fmt: skip
+"""Other families; each with what sets it apart set to a value that shows."""
 
 LEGACY = ("linear", "llama3")
 """Written as transformers 4 did (rope_theta beside rope_scaling): most checkpoints in the wild look like that."""
@@ -163,16 +206,24 @@ ROPES: list[dict] = [
 ]
 
 
-def make_model(name: str, seed: int) -> LlamaForCausalLM:
-    """A random checkpoint in which no weight is trivial: norms differ from one too."""
+def make_model(name: str, seed: int) -> torch.nn.Module:
+    """A random checkpoint in which no weight is trivial: norms differ from one, biases and sinks from zero."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**BASE, **MODELS[name]})
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).eval()
+    if name in FAMILIES:
+        options = {**BASE, **FAMILIES[name]}
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+    else:
+        config = LlamaConfig(**{**BASE, **MODELS[name]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
-                parameter.uniform_(0.5, 1.5)
+                # Gemma adds one to what it stores.
+                parameter.uniform_(-0.5, 0.5) if name == "gemma3" else parameter.uniform_(0.5, 1.5)
+            elif key.endswith(("bias", "sinks")):
+                parameter.normal_(0, 0.5)
+            elif name == "gpt_oss" and "experts" in key:
+                parameter.normal_(0, 0.2)
     return model.to(torch.bfloat16) if name == "bfloat16" else model
 
 
@@ -191,8 +242,8 @@ def write_legacy_config(folder: pathlib.Path) -> None:
 def expect(folder: pathlib.Path) -> dict[str, torch.Tensor]:
     """Logits of the checkpoint as it lies on the disk, always computed in float32."""
 
-    def load() -> LlamaForCausalLM:  # a fresh one each time: dynamic NTK remembers the longest sequence it has seen
-        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    def load() -> torch.nn.Module:  # a fresh one each time: dynamic NTK remembers the longest sequence it has seen
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(4, BASE["vocab_size"], (max(LENGTHS),), generator=generator)
@@ -221,7 +272,7 @@ def rope_row(case: dict) -> dict:
 
 
 def main() -> None:
-    for seed, name in enumerate(MODELS):
+    for seed, name in enumerate([*MODELS, *FAMILIES]):
         folder = FIXTURES / name
         model = make_model(name, seed)
         model.save_pretrained(folder)

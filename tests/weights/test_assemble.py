@@ -9,7 +9,8 @@ import pytest
 from quest_jax.models.config import LlamaConfig, RopeConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.weights import assemble as module
-from quest_jax.weights.assemble import StoredTensor, assemble, match_tensors, target_dtype
+from quest_jax.weights.assemble import assemble, match_tensors, target_dtype
+from quest_jax.weights.stored import StoredTensor
 
 CONFIG = LlamaConfig(
     vocab_size=11, hidden_size=6, intermediate_size=10, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=4, max_positions=8

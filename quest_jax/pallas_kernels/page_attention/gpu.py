@@ -79,6 +79,8 @@ def why_not(call: dispatch.Call) -> str | None:
     reason = why_not_device(call)
     if reason is not None:
         return reason
+    if call.window is not None:
+        return "it masks what comes later, not what lies before a window."
     if call.dtype not in ("bfloat16", "float16"):
         return f"it serves keys and values in bfloat16 or float16, got {call.dtype}."
     if call.layout != "fused":

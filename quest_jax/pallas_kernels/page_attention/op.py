@@ -23,6 +23,7 @@ def page_attention(
     pages: Int[Array, "B lists N"] | None = None,
     counts: Int[Array, "B lists"] | None = None,
     layer: Layer = None,
+    window: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     r"""Attends each query to the tokens of its row that are not after it and lie in a listed page.
@@ -45,6 +46,7 @@ def page_attention(
         past ``counts`` are not attended, but must be in range. No page twice.
       counts: live entries of each list.
       layer: index into a stacked pool.
+      window: of the tokens up to its own, each query sees this many, and no earlier ones; static. None is all.
       implementation: ``None``, ``"mosaic_tpu"``, ``"mosaic_gpu"`` or ``"xla"``.
 
     Returns:
@@ -75,11 +77,14 @@ def page_attention(
             f"page_attention: without a page table the pool is divided evenly among the rows; got {shape.pages} pages "
             f"for {rows} rows."
         )
+    if window is not None and window < 1:
+        raise ValueError(f"page_attention: expected a window of at least 1 token or None, got {window}.")
     scalars = sum(array.size for array in (page_table, pages, counts) if array is not None)
-    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), heads, tokens, scalars=scalars)
+    call = dispatch.describe_call(shape, pool_dtype(kv), pool_layout(kv), heads, tokens, scalars=scalars, window=window)
     chosen = dispatch.resolve("page_attention", IMPLEMENTATIONS, call, implementation)
+    within = {} if window is None else {"window": window}  # the kernels that know of none serve no such call
     out, lse = chosen.run(
         pad_head_dim(q, shape.head_dim), kv, starts, lengths, page_table,
-        pages=pages, counts=counts, layer=layer, scale=head_dim**-0.5,
+        pages=pages, counts=counts, layer=layer, scale=head_dim**-0.5, **within,
     )  # fmt: skip
     return out if head_dim == shape.head_dim else out[..., :head_dim], lse

@@ -17,12 +17,12 @@ _BLOCK_TOKENS = 1024
 
 
 @jax.named_scope("page_attention")
-def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, scale):
+def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, scale, window=None):
     """See :func:`quest_jax.pallas_kernels.page_attention.op.page_attention`.
 
     Args:
       q: ``[B, T, H, D]`` with the D of the pool.
-      kv, starts, lengths, page_table, pages, counts, layer: as there.
+      kv, starts, lengths, page_table, pages, counts, layer, window: as there.
       scale: factor of the scores, ``1 / sqrt`` of the model's head dim.
     """
     shape = pool_shape(kv)
@@ -61,7 +61,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
                 logical = first + jnp.arange(per_block)
                 real, at = visible(row, logical, logical >= i * per_block)
                 keys, values = read(row, list_ids[:, None], logical[None])
-                return merge(carry, rows_q, flat(keys), flat(values), real[None], at[None], query, scale)
+                return merge(carry, rows_q, flat(keys), flat(values), real[None], at[None], query, scale, window)
 
             blocks = -(-length // (per_block * shape.page_size))
             return lax.fori_loop(0, blocks, block, empty(rows_q))
@@ -81,7 +81,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
             list_id, rows_q, logical, count = args
             real, at = visible(row, logical, jnp.arange(logical.shape[0]) < count)
             keys, values = read(row, list_id, logical)
-            carry = merge(empty(rows_q), rows_q, flat(keys), flat(values), real, at, query, scale)
+            carry = merge(empty(rows_q), rows_q, flat(keys), flat(values), real, at, query, scale, window)
             return finish(carry)
 
         # List by list: the gathered pages stay in cache until they are attended.
@@ -90,7 +90,7 @@ def page_attention(q, kv, starts, lengths, page_table, *, pages, counts, layer, 
     def dense_rows(lengths):
         return lax.map(lambda row: dense(*row), (jnp.arange(rows), lengths))
 
-    if pages is None and contiguous.serves(kv, page_table, heads, tokens, layer):
+    if pages is None and window is None and contiguous.serves(kv, page_table, heads, tokens, layer):
         out, lse = contiguous.attend_in_place(stacked, kv, lengths, scale, dense_rows)
     elif pages is None:
         out, lse = dense_rows(lengths)
@@ -115,7 +115,7 @@ def empty(q):
     )
 
 
-def merge(carry, q, keys, values, real, at, query, scale):
+def merge(carry, q, keys, values, real, at, query, scale, window=None):
     """Folds a block of keys into the softmax state.
 
     Args:
@@ -126,6 +126,7 @@ def merge(carry, q, keys, values, real, at, query, scale):
       at: int32 ``[.., L]``, positions of the slots.
       query: int32 ``[R]``, positions of the query rows.
       scale: factor of the scores.
+      window: how many positions up to its own a query sees; None is all.
     """
     top, total, out = carry
     # 0 * NaN is NaN: what lies in unused memory must be taken out of the values, not only given weight zero.
@@ -133,7 +134,10 @@ def merge(carry, q, keys, values, real, at, query, scale):
     scores = dot("...rd,...ld->...rl", q, keys) * scale
     # One comparison tells what is empty and what comes later. The running maximum is finite: exp(-inf - it) is zero.
     at = jnp.where(real, at, jnp.iinfo(jnp.int32).max)
-    scores = jnp.where(at[..., None, :] <= query[:, None], scores, -jnp.inf)
+    seen = at[..., None, :] <= query[:, None]
+    if window is not None:
+        seen = seen & (at[..., None, :] > query[:, None] - window)
+    scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=-1))
     weights = jnp.exp(scores - new_top[..., None])
     kept = jnp.exp(top - new_top)

@@ -37,6 +37,8 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def why_not(call: dispatch.Call) -> str | None:
     """Returns why the kernel does not serve ``call``, or None."""
+    if call.window is not None:
+        return "it masks what comes later, not what lies before a window."
     return mosaic_tpu.why_not(call)
 
 
