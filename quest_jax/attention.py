@@ -240,7 +240,7 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
         return _attend_selected(policy, q, k, v, view, state.implementation)
 
     if window is not None:
-        attended, counts = _attend_window(window, q, view, state.implementation)
+        attended, counts = _attend_window(window, unit, q, view, state.implementation)
     elif dense:
         attended, counts = whole(view.lengths)
     elif (covered := policy.covers(view)) is None:
@@ -260,7 +260,7 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
     return out, _record(state, counts)
 
 
-def _attend_window(window, q, view, implementation):
+def _attend_window(window, unit, q, view, implementation):
     """Attends to the pages that hold what the queries' windows reach, of each the tokens within the window."""
     page_size, tokens = view.page_size, q.shape[1]
     width = min(-(-(window + tokens - 1) // page_size) + 1, view.pages_per_row)
@@ -274,7 +274,10 @@ def _attend_window(window, q, view, implementation):
         q, view.kv, view.starts, view.lengths, view.page_table,
         pages=pages, counts=jnp.broadcast_to(counts[:, None], lists), window=window, implementation=implementation,
     )  # fmt: skip
-    return attended, PageReads(counts * kv_heads, live * kv_heads, jnp.zeros_like(live), counts == live)
+    # Counted in what the policy of the other layers lists, pages or tokens.
+    listed = jnp.minimum(counts * (page_size // unit), -(-view.lengths // unit))
+    live = -(-view.lengths // unit)
+    return attended, PageReads(listed * kv_heads, live * kv_heads, jnp.zeros_like(live), listed == live)
 
 
 def _attend_selected(policy, q, k, v, view, implementation):

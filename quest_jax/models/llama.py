@@ -70,7 +70,7 @@ def init_weights(config: LlamaConfig, key: Key[Array, ""], dtype: Any = jnp.floa
 def _init(config: LlamaConfig, dtype: Any, key: Key[Array, ""]) -> dict[str, Any]:
     # Linen finds parameters by running the module; since only they leave this function, jit drops the rest.
     tokens = jnp.zeros((1, 1), jnp.int32)
-    variables = _Llama(config, dtype).init(key, tokens, tokens, lambda layer, q, k, v, state: (q, state), None)
+    variables = _Llama(config, dtype).init(key, tokens, tokens, lambda layer, q, *_, **limits: (q, None), None)
     return dict(variables["params"])
 
 
