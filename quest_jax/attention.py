@@ -205,7 +205,7 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
         raise ValueError(f"attend: expected sinks [{q.shape[2]}], one a query head, got {jnp.shape(sinks)}.")
     if window is not None and window >= state.cache.capacity:
         window, policy = None, Dense()  # sees everything, and is not sparsified
-    dense = window is None and policy.is_dense(layer, state.view(layer))
+    dense = window is None and policy.is_dense(int(layer), state.view(int(layer)))
     alone = state.replace(cache=_map_layers(lambda layers: (layers[layer],), cache), reads=init_reads(1, len(q)))
     out, alone = _attend_alone(policy, dense, window, dispatch.current_target(), q, k, v, alone, sinks)
     cache = _map_layers(lambda old, new: (*old[:layer], new[0], *old[layer + 1 :]), cache, alone.cache)

@@ -234,11 +234,12 @@ class _Llama(nn.Module):
                 x = x * jnp.asarray(config.embed_scale, x.dtype)
         with jax.named_scope("rope"):
             rotation = rope_rotation(config.rope, config.head_dim, positions, rope_lengths)
+            local = rotation
             if config.window_rope is not None:
                 local = rope_rotation(config.window_rope, config.head_dim, positions, rope_lengths)
         for layer in range(config.n_layers):
             block = _Block(config, self.dtype, layer, name=f"layer_{layer}")
-            windowed = config.window_rope is not None and config.window(layer) is not None
-            x, state = block(x, *(local if windowed else rotation), attend, state)
+            cos, sin = rotation if config.window(layer) is None else local
+            x, state = block(x, cos, sin, attend, state)
         with jax.named_scope("norm"):
             return rms_norm(x, norm, config.rms_norm_eps, config.norm_offset), state

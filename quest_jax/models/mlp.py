@@ -1,5 +1,6 @@
 """The gated MLP, and a mixture of them."""
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -11,6 +12,9 @@ from quest_jax.models.numbers import matmul
 
 # GPT-OSS: a SwiGLU with a steeper sigmoid, its inputs clamped, and one added to what is gated.
 _STEEPNESS, _LIMIT = 1.702, 7.0
+
+# A block's product must cost more than the copy of its expert's matrices that XLA makes.
+_BLOCK_ROWS = 128
 
 
 def gated(gate_up: Float[Array, "*batch F2"], activation: Activation) -> Float[Array, "*batch F"]:
@@ -36,9 +40,9 @@ def mix_experts(
     """
     rows = x.reshape(-1, x.shape[-1])
     weights, chosen = _route(rows, matrices, experts)  # [N, k]
-    # Few tokens read their own experts' matrices only; many are sorted, so that every expert is read once.
-    apply = _each if chosen.size <= experts.count else _grouped
-    mixed = apply(rows, chosen, matrices, activation)  # [N, k, E]
+    # XLA's CPU backend multiplies every row with every expert to give a ragged product.
+    cpu, others = (functools.partial(form, activation=activation) for form in (_blocked, _ragged))
+    mixed = jax.lax.platform_dependent(rows, chosen, dict(matrices), cpu=cpu, default=others)
     return (mixed * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 
 
@@ -57,21 +61,47 @@ def _route(rows, matrices, experts):
     return weights, chosen
 
 
-def _each(rows, chosen, matrices, activation):
-    """One small product after the other: ``[N, k, E]``."""
-
-    def one(row, expert):
-        inner = matmul(row[None], matrices["gate_up"][expert])[0]
-        inner = inner + matrices["gate_up_bias"][expert] if "gate_up_bias" in matrices else inner
-        out = matmul(gated(inner, activation).astype(row.dtype)[None], matrices["down"][expert])[0]
-        return out + matrices["down_bias"][expert] if "down_bias" in matrices else out
-
-    pairs = jnp.repeat(rows, chosen.shape[1], axis=0), chosen.reshape(-1)
-    return jax.lax.map(lambda pair: one(*pair), pairs).reshape(*chosen.shape, -1)
+def _expert(rows, expert, matrices, activation):
+    """Rows ``[n, E]`` through one expert."""
+    inner = matmul(rows, matrices["gate_up"][expert])
+    inner = inner + matrices["gate_up_bias"][expert] if "gate_up_bias" in matrices else inner
+    out = matmul(gated(inner, activation).astype(rows.dtype), matrices["down"][expert])
+    return out + matrices["down_bias"][expert] if "down_bias" in matrices else out
 
 
-def _grouped(rows, chosen, matrices, activation):
-    """All tokens of an expert in one product, by ``jax.lax.ragged_dot``: ``[N, k, E]``."""
+def _blocked(rows, chosen, matrices, activation):
+    """Tokens sorted by expert, in blocks that have one each; an expert's last block is filled up: ``[N, k, E]``.
+
+    Experts that no token goes to are not read.
+    """
+    count, pairs = matrices["gate_up"].shape[0], chosen.size
+    size = min(_BLOCK_ROWS, 1 << (-(-pairs // count) - 1).bit_length())
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=count)
+    ends = jnp.cumsum(-(-sizes // size))  # in blocks
+    rank = jnp.arange(pairs) - (jnp.cumsum(sizes) - sizes)[expert[order]]
+    place = (ends - -(-sizes // size))[expert[order]] * size + rank  # of every sorted pair
+    blocks = pairs // size + count
+    source = jnp.full(blocks * size, len(rows)).at[place].set(order // chosen.shape[1])
+    owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(blocks), side="right"), count - 1)
+
+    def one(block):
+        held, expert = block
+        return _expert(rows.at[held].get(mode="fill", fill_value=0), expert, matrices, activation)
+
+    # The blocks past the last one that is needed are not computed.
+    made = jax.lax.fori_loop(
+        0,
+        ends[-1],
+        lambda i, made: made.at[i].set(one((source.reshape(blocks, size)[i], owner[i]))),
+        jnp.zeros((blocks, size, rows.shape[1]), rows.dtype),
+    )
+    return made.reshape(-1, rows.shape[1])[place[jnp.argsort(order)]].reshape(*chosen.shape, -1)
+
+
+def _ragged(rows, chosen, matrices, activation):
+    """Tokens sorted by expert, all products of a kind in one, by ``jax.lax.ragged_dot``: ``[N, k, E]``."""
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=matrices["gate_up"].shape[0])

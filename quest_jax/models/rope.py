@@ -135,6 +135,7 @@ def _longrope(
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     powers = np.power(np.float64(config.theta), exponents.astype(np.float64)).astype(np.float32)
     stretched = np.float32(1) / (np.asarray(config.long_factors, np.float32) * powers)
+    assert config.original_max_positions is not None  # RopeConfig checks it
     return jnp.where(lengths[:, None] > config.original_max_positions, stretched, trained)
 
 

@@ -80,7 +80,10 @@ def match_tensors(
     unused = set(stored) - {name for name, _ in shapes.values()}
     if unused:
         raise ValueError(f"{where}: expected the tensors of this decoder only, {_listed(sorted(unused))} unknown.")
-    return {key: stored[name].checked(shape, where) for key, (name, shape) in shapes.items()}
+    for name, shape in shapes.values():
+        if stored[name].shape != shape:
+            raise ValueError(f"{where}: tensor {name}: the config says {shape}, the file has {stored[name].shape}.")
+    return {key: stored[name] for key, (name, _) in shapes.items()}
 
 
 def assemble(config: LlamaConfig, dtype: np.dtype, tensors: Mapping[str, StoredTensor], where: str) -> Params:
@@ -100,8 +103,8 @@ def assemble(config: LlamaConfig, dtype: np.dtype, tensors: Mapping[str, StoredT
         keys = ["/".join([*layer, part]) for part in _FUSED.get(name, (name,))]
         buffer = np.empty(leaf.shape, leaf.dtype)
         if name.startswith(_OF_EXPERTS):
-            for expert, own in enumerate(buffer):
-                _fill(own.T, [tensors[f"{key}/{expert}"] for key in keys], config.head_dim)
+            for expert in range(len(buffer)):
+                _fill(buffer[expert].T, [tensors[f"{key}/{expert}"] for key in keys], config.head_dim)
         else:
             _fill(buffer if name == "embed" else buffer.T, [tensors[key] for key in keys], config.head_dim)
         return _to_device(buffer)

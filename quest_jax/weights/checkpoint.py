@@ -183,7 +183,9 @@ def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
             if part is not None and not isinstance(part, dict):
                 raise ValueError(f"{path}: {name}: expected an object, got {str(part)[:80]}; the file is damaged.")
             parts[name] = None if part is None else kind(**_arguments(kind, part, path))
-        return LlamaConfig(**_arguments(LlamaConfig, values, path), **parts)
+        eos = Fields(values, str(path)).ids("eos_token_ids") or ()
+        arguments: dict[str, Any] = {**_arguments(LlamaConfig, values, path), **parts, "eos_token_ids": eos}
+        return LlamaConfig(**arguments)
     except ValueError as error:
         raise error if str(error).startswith(str(path)) else ValueError(f"{path}: {error}") from error
 

@@ -164,6 +164,9 @@ def _gemma3(fields, layers):
             )
     if fields.flag("use_bidirectional_attention", False):
         raise NotImplementedError(f"{fields.where}: use_bidirectional_attention: expected false, got true.")
+    scalar = fields.number("query_pre_attn_scalar", 256.0)
+    if scalar <= 0:
+        raise fields.error("query_pre_attn_scalar", "a positive number", scalar)
     pattern = fields.integer("sliding_window_pattern", 6)
     bias = fields.flag("attention_bias", False)
     return {
@@ -174,7 +177,7 @@ def _gemma3(fields, layers):
         "norm_offset": 1.0,
         "activation": "gelu_tanh",
         "embed_scale": float(fields.integer("hidden_size")) ** 0.5,
-        "query_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "query_scale": scalar**-0.5,
         "windows": _windows(fields, layers, lambda layer: bool(pattern) and (layer + 1) % pattern != 0),
     }
 
@@ -222,7 +225,7 @@ FAMILIES = {
             },
         ),
         Family(
-            "Phi-3", "Phi3ForCausalLM", "phi3", frozenset({"sliding_window"}),
+            "Phi-3", "Phi3ForCausalLM", "phi3", frozenset({"sliding_window", "partial_rotary_factor"}),
             frozenset({"resid_pdrop", "embd_pdrop"}), differences=_mistral, views=split_rows,
             defaults={
                 "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,

@@ -18,7 +18,7 @@ _READ = {
     "tie_word_embeddings", "bos_token_id", "eos_token_id", "layer_types", "quantization_config", *ROPE_KEYS,
 }  # fmt: skip
 
-_MOST_LAYERS = 4096  # before work that grows with a number that nothing has confirmed
+_MOST_LAYERS = 4096  # of families with a list of layers: that grows with a number that nothing has confirmed yet
 
 _NEAREST = {
     "deepseek": "its latent attention (MLA) is not implemented; the nearest that is: Qwen3-MoE",
@@ -50,6 +50,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_map": ((None,), "code of its own that computes the model"),
     "sliding_window": ((None,), "attention within a window"),
     "use_sliding_window": ((None, False), "attention within a window"),
+    "partial_rotary_factor": ((None, 1, 1.0), "a rotation of a part of each head"),
     "rope_interleaved": ((None, False), "rotary pairs side by side"),
     "per_layer_config": ((None,), "layers of different shapes"),
     "pruned_heads": ((None, {}), "layers of different shapes"),
@@ -114,17 +115,18 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any], where
             raise ValueError(f"{where}: without head_dim, {heads} heads must divide hidden_size {hidden}.")
         head_dim = hidden // heads
     layers = fields.integer("num_hidden_layers")
-    if layers > _MOST_LAYERS:
+    if family is not LLAMA and layers > _MOST_LAYERS:
         raise ValueError(f"{where}: num_hidden_layers: expected at most {_MOST_LAYERS}, got {layers}.")
-    differences = family.differences(fields, layers)
-    if family is LLAMA and "sliding_attention" in (fields.layer_types(layers) or ()):
-        raise NotImplementedError(f"{where}: layer_types: expected full_attention only, got sliding_attention.")
     max_positions = fields.integer("max_position_embeddings", 2048)
     eos = Fields(generation, f"{where} (generation_config.json)").ids("eos_token_id")
     if eos is None:
         eos = fields.ids("eos_token_id") if "eos_token_id" in config else (2,)
-    rope, window_rope = parse_ropes(config, max_positions, head_dim, where)
+    partly = head_dim if "partial_rotary_factor" in family.reads else None
+    rope, window_rope = parse_ropes(config, max_positions, where, partly)
     try:
+        differences = family.differences(fields, layers)
+        if "sliding_attention" in (fields.layer_types(layers) or ()) and not differences.get("windows"):
+            raise NotImplementedError(f"{where}: layer_types: expected full_attention only, got sliding_attention.")
         return LlamaConfig(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden,

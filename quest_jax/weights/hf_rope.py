@@ -6,9 +6,9 @@ not given is ``max_position_embeddings``.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from quest_jax.models.config import RopeConfig
+from quest_jax.models.config import RopeConfig, RopeKind
 from quest_jax.weights.fields import Fields
 
 ROPE_KEYS = (
@@ -34,7 +34,7 @@ _ALLOWED = {kind: used | {"original_max_position_embeddings", "finetuned"} for k
 
 
 def parse_ropes(
-    config: Mapping[str, Any], max_positions: int, head_dim: int, where: str
+    config: Mapping[str, Any], max_positions: int, where: str, head_dim: int | None = None
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Reads the RoPE of a config, and that of its layers with a window where those have one of their own (Gemma 3).
 
@@ -43,26 +43,26 @@ def parse_ropes(
     new = config.get("rope_parameters")
     if isinstance(new, dict) and set(new) == {"full_attention", "sliding_attention"}:
         whole, local = (
-            parse_rope({**config, "rope_parameters": new[kind] or {}}, max_positions, head_dim, where)
+            parse_rope({**config, "rope_parameters": new[kind] or {}}, max_positions, where, head_dim)
             for kind in ("full_attention", "sliding_attention")
         )
         return whole, local
-    rope = parse_rope(config, max_positions, head_dim, where)
+    rope = parse_rope(config, max_positions, where, head_dim)
     theta = Fields(config, where).number("rope_local_base_freq", None)
     return rope, None if theta is None else RopeConfig(theta=theta)
 
 
-def parse_rope(config: Mapping[str, Any], max_positions: int, head_dim: int, where: str) -> RopeConfig:
+def parse_rope(config: Mapping[str, Any], max_positions: int, where: str, head_dim: int | None = None) -> RopeConfig:
     """Reads the RoPE of a config.
 
     Args:
       config: the whole ``config.json``.
       max_positions: its ``max_position_embeddings``.
-      head_dim: channels of a head.
+      head_dim: channels of a head, in a family where a part of them may turn; None where all must.
       where: the file, for errors.
 
     Raises:
-      NotImplementedError: an unknown RoPE type.
+      NotImplementedError: an unknown RoPE type, or a partial rotation where the family has none.
       ValueError: a value out of range, a missing or unknown key, or two that contradict each other.
     """
     values = _chosen(config, where)
@@ -89,7 +89,10 @@ def parse_rope(config: Mapping[str, Any], max_positions: int, head_dim: int, whe
         raise ValueError(f"{where}: partial_rotary_factor: expected a number in (0, 1], got {part}.")
     plain = _USED[kind] - {"truncate", "short_factor", "long_factor"}
     arguments: dict[str, Any] = {name: fields.number(name) for name in plain if values.get(name) is not None}
+    if part != 1 and head_dim is None:
+        raise NotImplementedError(f"{where}: partial_rotary_factor: expected 1, got {part}.")
     if part != 1:
+        assert head_dim is not None
         arguments["rotary_dim"] = int(head_dim * part)
     if kind == "yarn":
         arguments.setdefault("factor", max_positions / trained)
@@ -104,7 +107,7 @@ def parse_rope(config: Mapping[str, Any], max_positions: int, head_dim: int, whe
         arguments["original_max_positions"] = trained
     theta = fields.number("rope_theta", top.number("rope_theta", _DEFAULT_THETA))
     try:
-        return RopeConfig(theta=theta, kind=kind, **arguments)
+        return RopeConfig(theta=theta, kind=cast(RopeKind, kind), **arguments)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -104,7 +104,8 @@ FAMILIES: dict[str, dict] = {
         "moe_intermediate_size": 20, "norm_topk_prob": True,
     },
     "smollm3": {
-        "model_type": "smollm3", "pad_token_id": 0, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True,
+        "model_type": "smollm3", "pad_token_id": 0, "num_hidden_layers": 4, "no_rope_layer_interval": 2,
+        "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": _WINDOW},

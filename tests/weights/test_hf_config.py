@@ -109,14 +109,17 @@ def test_null_eos_and_bos_mean_none():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
-        ({"architectures": ["MistralForCausalLM"]}, "expected the architecture LlamaForCausalLM .*MistralForCausalLM"),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            "expected the architecture LlamaForCausalLM, .*got MistralForCausalLM",
+        ),
         ({"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}, "DeepseekV2ForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": "LlamaForCausalLM"}, "expected the architecture"),
         ({"model_type": "mistral"}, "mistral"),
-        ({"architectures": None, "model_type": "qwen2"}, "qwen2"),
+        ({"architectures": None, "model_type": "mamba2"}, "mamba2.*state-space layers are not implemented"),
         ({"architectures": None, "model_type": None}, "expected the architecture"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "RoPE type: expected one of .*'longrope'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "RoPE type: expected one of .*'ntk'"),
     ],
 )
 def test_other_models_are_named(changes, message):

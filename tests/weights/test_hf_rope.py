@@ -70,7 +70,7 @@ def test_spellings(config, expected):
     assert parse_rope(config, 4096, "config.json") == expected
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "proportional", "mrope", "ntk", ""])
+@pytest.mark.parametrize("kind", ["proportional", "mrope", "ntk", ""])
 def test_unknown_types_are_named(kind):
     with pytest.raises(NotImplementedError, match=f"^file: RoPE type: expected one of default, linear.*got '{kind}'"):
         parse_rope({"rope_scaling": {"rope_type": kind, "factor": 2.0}}, 4096, "file")
