@@ -1,8 +1,6 @@
 """Every family through the paged cache: prompts whole and in chunks, decoding, and policies that select everything."""
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +9,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import quest_jax
+from quest_jax import cli, models_table
 from quest_jax.weights.families import FAMILIES
+from tests.check_models import FIXTURES, LENGTHS, POLICIES, ROOT, decoding_difference, model_type, prompt_difference
 
-FIXTURES = pathlib.Path(__file__).parent / "fixtures" / "parity"
 TOLERANCE = 1e-4
-
-
-def model_type(folder: pathlib.Path) -> str:
-    return json.loads((folder / "config.json").read_text())["model_type"]
-
-
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir() and model_type(path) != "llama")
 
 
@@ -29,34 +22,34 @@ def loaded(name: str) -> tuple[quest_jax.Params, dict[str, np.ndarray]]:
     return quest_jax.load(FIXTURES / name), load_file(FIXTURES / name / "expected.safetensors")
 
 
-def test_every_family_has_a_checkpoint():
-    assert {model_type(FIXTURES / name) for name in NAMES} == set(FAMILIES) - {"llama"}
+def test_the_table_is_what_was_checked():
+    checks = models_table.read_checks()
+    folders = sorted(path for path in FIXTURES.iterdir() if path.is_dir())
+    assert set(checks) == set(FAMILIES)
+    for kind, check in checks.items():
+        assert check["checkpoints"] == [folder.name for folder in folders if model_type(folder) == kind]
+        assert 0 < check["largest_difference"] < TOLERANCE
 
 
-@pytest.mark.parametrize("chunk", [7, 16, None])
-@pytest.mark.parametrize("length", [1, 17, 48])
+def test_the_readme_has_the_table(capsys):
+    assert cli.main(["models", "--markdown"]) == 0
+    assert capsys.readouterr().out in (ROOT / "README.md").read_text()
+    assert cli.main(["models"]) == 0
+    assert "GptOssForCausalLM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chunk", [7, None])
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_give_the_logits_of_transformers(name, length, chunk):
-    params, expected = loaded(name)
-    state = quest_jax.prefill(params, expected["tokens"][None, :length], page_size=4, chunk=chunk, capacity=64)
-    np.testing.assert_allclose(state.logits[0], expected[f"logits_{length}"][-1], rtol=0, atol=TOLERANCE)
+    assert prompt_difference(FIXTURES / name, length, chunk) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("policy", "prefill_policy"),
-    [(None, None), (quest_jax.Quest(64, dense_layers=0), quest_jax.QuoKA(64))],
-    ids=["dense", "sparse"],
-)
+@pytest.mark.parametrize("policies", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_gives_the_logits_of_transformers(name, policy, prefill_policy):
+def test_decoding_gives_the_logits_of_transformers(name, policies):
     """A prompt of 13 tokens, then one token after the other; budgets hold everything, so nothing may be lost."""
-    params, expected = loaded(name)
-    tokens, start = expected["tokens"], 13
-    options = dict(page_size=4, capacity=64, policy=policy, prefill_policy=prefill_policy)
-    state = quest_jax.prefill(params, tokens[None, :start], **options)
-    for end in range(start, len(tokens)):
-        np.testing.assert_allclose(state.logits[0], expected["logits_stepwise"][end - 1], rtol=0, atol=TOLERANCE)
-        state = quest_jax.feed_tokens(params, state, tokens[None, end : end + 1])
+    assert decoding_difference(FIXTURES / name, policies) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])

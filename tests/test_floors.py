@@ -22,7 +22,7 @@ FLOORS = (
     {"generate"},
     {"quest_jax"},  # the public face, quest_jax/__init__.py
     {"evals", "bench"},
-    {"demo", "doctor"},
+    {"demo", "doctor", "models_table"},
     {"cli"},
 )
 LEVEL = {component: level for level, row in enumerate(FLOORS) for component in row}

@@ -44,8 +44,17 @@ class Captured(NamedTuple):
 
 
 def capture(params: Params, ids: Sequence[int], page_size: int = 16) -> Captured:
-    """Runs ``params`` densely over ``ids`` and keeps the queries of every layer, about 4 T H D bytes each."""
+    """Runs ``params`` densely over ``ids`` and keeps the queries of every layer, about 4 T H D bytes each.
+
+    Raises:
+      NotImplementedError: a model with windows or sinks.
+    """
     config, width = params.config, -(-len(ids) // _WIDTH) * _WIDTH
+    if config.windows or config.sinks:
+        raise NotImplementedError(
+            "capture: expected a model in which every layer sees everything, got one with windows or sinks: what is "
+            "measured here is the attention of such layers; take another model."
+        )
     state = init_attention(
         config.n_layers, config.n_kv_heads, config.head_dim, batch=1, capacity=width, page_size=page_size,
         policy=QuoKA(budget=page_size), dtype=params.weights["embed"].dtype,
