@@ -102,6 +102,7 @@ def _write(path: pathlib.Path, text: str):
 WATCHED = """
 import logging, os, sys
 import jax
+import jax.experimental.pallas.mosaic_gpu  # sets MOSAIC_GPU_CUDA_ROOT, which is JAX's own doing
 environment, config, argv = dict(os.environ), dict(jax.config.values), list(sys.argv)
 handlers = list(logging.root.handlers)
 {statement}

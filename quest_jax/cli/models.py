@@ -31,8 +31,8 @@ class Models:
         console = Console()
         console.print(table)
         console.print(
-            "Compared with transformers: tiny random checkpoints in float32, prompts whole and in chunks, decoding token by "
-            "token, dense and with Quest and QuoKA at budgets that hold all. Real weights: smollm2-135m only.",
+            "Compared with transformers: tiny random checkpoints in float32, prompts whole and in chunks, decoding by "
+            "token, dense and with Quest and QuoKA at budgets that hold everything. Real weights: smollm2-135m.",
             highlight=False,
         )
         return 0
