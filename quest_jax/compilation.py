@@ -29,7 +29,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
       the directory.
 
     Raises:
-      TypeError: no path.
+      TypeError, ValueError: no path, or an empty one.
       OSError: it cannot be made or written to.
 
     Changes JAX's configuration for the whole process: ``jax_compilation_cache_dir``, ``jax_enable_compilation_cache``,
@@ -38,6 +38,8 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     """
     if directory is not None and not isinstance(directory, str | os.PathLike):
         raise TypeError(f"directory: expected a path or None, got {directory!r}.")
+    if directory is not None and not os.fspath(directory).strip():
+        raise ValueError(f"directory: expected a path or None, got {directory!r}.")
     configured = jax.config.jax_compilation_cache_dir
     path = pathlib.Path(directory or configured or default_directory()).expanduser().absolute()
     try:

@@ -33,6 +33,7 @@ from quest_jax.inputs import (
     as_prefill_policy,
     as_seeds,
     as_size,
+    as_state,
     bucket,
     inside_jit,
     is_traced,
@@ -290,6 +291,8 @@ def decode_step(params: Params, state: DecodeState) -> tuple[DecodeState, Int[Ar
       >>> state.lengths.tolist()
       [7]
     """
+    as_params(params)
+    as_state(state)
     keys = jax.vmap(jax.random.split)(state.keys)
     token = sample(state.sampler, state.logits, keys[:, 1])
     token = jnp.where(state.done, NO_TOKEN, token)
@@ -319,6 +322,8 @@ def feed_tokens(params: Params, state: DecodeState, tokens: Any, *, lengths: Any
 
     Recompiles for another batch size, capacity, policy, or width of ``tokens`` rounded up to a power of two.
     """
+    as_params(params)
+    as_state(state)
     if is_traced(params, state, tokens, lengths):
         tokens = jnp.asarray(tokens)
         lengths = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
@@ -343,6 +348,7 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
     Raises:
       TypeError, ValueError: no policy, or one that needs key norms, or blocks of pages, where the state has none.
     """
+    as_state(state)
     cache = state.attention.cache
     policy = as_policy(budget, policy, cache.page_size)
     if policy.needs_norms and cache.norms is None:

@@ -126,7 +126,7 @@ def stream(
     Args:
       params, tokens, max_new_tokens, stop, tokenizer, options: as for :func:`generate`; one prompt. With a tokenizer
         the chunks carry text, cut only between whole characters, without eos, without the stop string and what
-        follows it.
+        follows it; without one their text is empty.
 
     Yields:
       the chunks; their texts joined are the answer. The last may have a token of -1: text that was held back.

@@ -103,6 +103,12 @@ def as_params(params: Any) -> Params:
     return params
 
 
+def as_state(state: Any) -> None:
+    """Raises TypeError where ``state`` is not what prefill returns; that it is traced is fine."""
+    if not all(hasattr(state, name) for name in ("attention", "logits", "done", "sampler")):
+        raise TypeError(f"state: expected what quest_jax.prefill returns, got {type(state).__name__}.")
+
+
 def as_policy(budget: Any, policy: Any, page_size: int) -> Policy:
     """Returns the policy for decoding that ``budget`` (by Quest) or ``policy`` asks for; neither is dense.
 

@@ -30,5 +30,10 @@ def random_params(config: LlamaConfig, *, seed: int = 0, dtype: DTypeLike = jnp.
       config: shape of the model.
       seed: the same seed gives the same weights.
       dtype: float32 or bfloat16.
+
+    Raises:
+      TypeError: ``config`` is no config.
     """
+    if not isinstance(config, LlamaConfig):
+        raise TypeError(f"config: expected a quest_jax.LlamaConfig, got {type(config).__name__}.")
     return Params(llama.init_weights(config, jax.random.key(seed), dtype), config)

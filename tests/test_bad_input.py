@@ -1,5 +1,6 @@
 """What a caller can get wrong: a typed error that says what was expected and got, before anything is compiled."""
 
+import dataclasses
 import inspect
 import json
 import struct
@@ -11,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import quest_jax
-from quest_jax.models.config import LlamaConfig, RopeConfig
+from quest_jax.models.config import Experts, LlamaConfig, RopeConfig
 from tests.models_for_tests import CONFIG, tiny
 
 NAN, INF = float("nan"), float("inf")
@@ -31,6 +32,8 @@ def feed(tokens, **options):
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if x.dtype != state.keys.dtype else None, state)
     return inspect.unwrap(quest_jax.feed_tokens)(tiny(), zeros, tokens, **options)
 
+
+unchecked = inspect.unwrap
 
 CALLS = [
     # tokens
@@ -113,7 +116,24 @@ CALLS = [
     (lambda: generate(tokenizer="smollm2-135m"), TypeError, r"expected quest_jax.load_tokenizer\(...\), got str"),
     (lambda: quest_jax.stream(tiny(), [[1], [2]]), ValueError, "one prompt, got 2"),
     # configurations
-    (lambda: RopeConfig(kind="longrope"), NotImplementedError, "'longrope'"),
+    (lambda: RopeConfig(kind="ntk"), NotImplementedError, "'ntk'"),
+    (lambda: RopeConfig(kind="longrope", original_max_positions=8), ValueError, "short_factors: expected positive"),
+    (lambda: RopeConfig(rotary_dim=3), ValueError, "rotary_dim: expected an even number"),
+    (lambda: dataclasses.replace(CONFIG, windows=(4,)), ValueError, "windows: expected none or 4 numbers"),
+    (
+        lambda: dataclasses.replace(CONFIG, unrotated_layers=(4,)),
+        ValueError,
+        "unrotated_layers: expected layers below 4",
+    ),
+    (lambda: Experts(count=2, per_token=3, size=4), ValueError, "1 <= per_token <= count"),
+    (lambda: quest_jax.random_params({"n_layers": 2}), TypeError, "expected a quest_jax.LlamaConfig, got dict"),
+    # objects that are something else
+    (lambda: unchecked(quest_jax.decode_step)(tiny(), tiny()), TypeError, "what quest_jax.prefill returns, got Params"),
+    (lambda: unchecked(quest_jax.decode_step)({}, {}), TypeError, "what quest_jax.load returns, got dict"),
+    (lambda: unchecked(quest_jax.feed_tokens)(tiny(), None, [[1]]), TypeError, "state: .* got NoneType"),
+    (lambda: unchecked(quest_jax.replace_policy)(None, 64), TypeError, "state: .* got NoneType"),
+    (lambda: quest_jax.enable_compilation_cache(""), ValueError, "directory: expected a path or None, got ''"),
+    (lambda: generate(policy=quest_jax.Quest(64, sink_pages=5)), ValueError, "no more sink_pages than the 4 pages"),
     (lambda: RopeConfig(theta=NAN), ValueError, "positive finite number"),
     (lambda: RopeConfig(kind="llama3"), ValueError, "needs original_max_positions"),
     (lambda: LlamaConfig(10, 8, 8, 1, 3, 2, 4, 16), ValueError, "multiple of n_kv_heads, got 3 and 2"),
@@ -204,9 +224,9 @@ FILES = [
     (lambda d: "no/such/path/at/all", FileNotFoundError, "no/such/path"),
     (lambda d: truncated(d, 0), ValueError, "GGUF|gguf"),
     (lambda d: truncated(d, 1000), ValueError, "GGUF|gguf"),
-    (lambda d: write_hf(d, rope_scaling={"rope_type": "longrope", "factor": 2.0}), NotImplementedError, "longrope"),
+    (lambda d: write_hf(d, rope_scaling={"rope_type": "ntk", "factor": 2.0}), NotImplementedError, "ntk"),
     (lambda d: write_hf(d, attention_bias=True), NotImplementedError, "attention_bias"),
-    (lambda d: write_hf(d, architectures=["MistralForCausalLM"], model_type="mistral"), NotImplementedError, "Mistral"),
+    (lambda d: write_hf(d, architectures=["MixtralForCausalLM"], model_type="mixtral"), NotImplementedError, "Mixtral.*nearest that is: Qwen3-MoE"),
     (lambda d: write_hf(d, hidden_act="gelu"), NotImplementedError, "gelu"),
     (lambda d: write_hf(d, num_hidden_layers=2), ValueError, "layers.1"),
     (lambda d: write_hf(d, hidden_size=8), ValueError, r"the config says \(8, 8\), the file has \(8, 4\)"),

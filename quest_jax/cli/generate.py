@@ -98,7 +98,10 @@ class Generate:
         if self.prompt is not None:
             return self.prompt
         if self.prompt_file is not None:
-            return self.prompt_file.read_text(encoding="utf-8")
+            try:
+                return self.prompt_file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"--prompt-file: {self.prompt_file}: expected text in UTF-8 ({error}).") from error
         if sys.stdin.isatty():
             raise ValueError("expected a prompt, got none; give --prompt TEXT, --prompt-file FILE, or pipe it in.")
         return sys.stdin.read()

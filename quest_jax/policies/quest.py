@@ -105,11 +105,16 @@ class Quest(PagePolicy):
         return self.block_pages
 
     def check(self, page_size: int) -> None:
-        """Raises ValueError when the budget is below a page."""
+        """Raises ValueError when the budget is below a page, or below the sinks."""
         if self.budget < page_size:
             raise ValueError(
                 f"Quest: expected a budget of at least one page, {page_size} tokens, got {self.budget}; "
                 "raise the budget or take smaller pages (page_size=)."
+            )
+        if self._sinks > max(1, self.budget // page_size):
+            raise ValueError(
+                f"Quest: expected no more sink_pages than the {self.budget // page_size} pages of the budget, got "
+                f"{self.sink_pages}; raise the budget."
             )
 
     def is_dense(self, layer: int, view: LayerView) -> bool:
