@@ -5,10 +5,12 @@ a layer. With N = B T new tokens, E, F, H, K, D, V as in :mod:`quest_jax.models.
 
 * held besides any stage: ``4 N E (2 + n)``, n the layers that always read everything: XLA adds up what such layers
   give to the residual stream late, and keeps each until then;
-* MLP: ``N F (2 w + 4)``;
+* MLP: ``N F (2 w + 4)``; of experts, k a token: ``R E w + 2 k N E (w + 4) + 3 E F w``, R the k N rows in blocks that
+  are filled up;
 * attention, one row and one list of keys at a time: ``2 w N D (H + 2 K) + 4 N H D``, then for a list of W keys
   ``8 G T W`` of scores and weights and ``2 w W D`` of gathered keys and values. Dense attention reads blocks of 1024
-  keys, those of all KV heads at once where T is 1; in float32 it then scores nearly full rows at once, ``16 B H L``;
+  keys, those of all KV heads at once where T is 1; in float32 it then scores nearly full rows at once, ``16 B H L``. A
+  layer with a window has it, T and a page as keys;
 * scoring, of C pages or keys: ``16 B H C``, for one token's choice of keys ``16 B K C``; of pages in more than one row
   also ``B K C c``, a copy of their metadata of c bytes.
 
@@ -19,6 +21,7 @@ GPUs need less, so there it is an upper estimate, not checked against a device.
 from collections.abc import Sequence
 
 from quest_jax.models.config import LlamaConfig
+from quest_jax.models.mlp import block_rows
 from quest_jax.pallas_kernels.page_attention.contiguous import scores_are_few
 from quest_jax.policies.base import PagePolicy, Policy
 
@@ -90,18 +93,29 @@ def _layers(
     """Bytes held through all layers, and of the largest stage of one."""
     new, heads, kv_heads, width = batch * tokens, config.n_heads, config.n_kv_heads, config.head_dim
     held = 4 * new * config.hidden_size * (2 + sum(dense))
-    mlp = new * config.intermediate_size * (2 * itemsize + 4)
+    mlp = _mlp_bytes(config, new, itemsize)
     qkv = 2 * itemsize * new * width * (heads + 2 * kv_heads) + 4 * new * heads * width
     block = min(_DENSE_BLOCK, capacity)
     at_once = kv_heads if tokens == 1 else 1
     read = at_once * _list_bytes(config, block, tokens, itemsize)
     if tokens == 1 and itemsize == 4 and scores_are_few(heads, kv_heads, width):
         read = max(read, 16 * batch * heads * capacity)
+    if window := max(config.windows, default=0):
+        read = max(read, _list_bytes(config, min(capacity, window + tokens + page_size), tokens, itemsize))
     if not all(dense):
         listed = min(capacity, getattr(policy, "budget", capacity) + tokens + page_size)
         scoring = _scoring(config, policy, batch, capacity, page_size, tokens)
         read = max(read, scoring, _list_bytes(config, listed, tokens, itemsize))
     return held, max(mlp, qkv + read)
+
+
+def _mlp_bytes(config: LlamaConfig, new: int, itemsize: int) -> int:
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        return new * config.intermediate_size * (2 * itemsize + 4)
+    pairs = new * experts.per_token
+    rows = pairs + experts.count * block_rows(pairs, experts.count)
+    return rows * hidden * itemsize + 2 * pairs * hidden * (itemsize + 4) + 3 * hidden * experts.size * itemsize
 
 
 def _list_bytes(config: LlamaConfig, keys: int, tokens: int, itemsize: int) -> int:

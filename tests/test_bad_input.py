@@ -226,7 +226,11 @@ FILES = [
     (lambda d: truncated(d, 1000), ValueError, "GGUF|gguf"),
     (lambda d: write_hf(d, rope_scaling={"rope_type": "ntk", "factor": 2.0}), NotImplementedError, "ntk"),
     (lambda d: write_hf(d, attention_bias=True), NotImplementedError, "attention_bias"),
-    (lambda d: write_hf(d, architectures=["MixtralForCausalLM"], model_type="mixtral"), NotImplementedError, "Mixtral.*nearest that is: Qwen3-MoE"),
+    (
+        lambda d: write_hf(d, architectures=["MixtralForCausalLM"], model_type="mixtral"),
+        NotImplementedError,
+        "Mixtral.*nearest that is: Qwen3-MoE",
+    ),
     (lambda d: write_hf(d, hidden_act="gelu"), NotImplementedError, "gelu"),
     (lambda d: write_hf(d, num_hidden_layers=2), ValueError, "layers.1"),
     (lambda d: write_hf(d, hidden_size=8), ValueError, r"the config says \(8, 8\), the file has \(8, 4\)"),

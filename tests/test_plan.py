@@ -13,6 +13,7 @@ from quest_jax.attention import init_attention
 from quest_jax.bench.memory import measure, report
 from quest_jax.decode import DecodeState, _prefill_chunk_jit, row_keys
 from quest_jax.generate import _decode_block_jit
+from quest_jax.models.config import Experts
 from quest_jax.models.llama import abstract_weights
 from quest_jax.sampling import make_sampler
 from tests.models_for_tests import CONFIG, tiny
@@ -52,6 +53,8 @@ SMOL = LlamaConfig(49152, 576, 1536, 2, 9, 3, 64, 8192, tie_word_embeddings=True
 LLAMA3 = LlamaConfig(128256, 4096, 14336, 2, 32, 8, 128, 8192)
 MHA = LlamaConfig(1000, 512, 1024, 4, 8, 8, 64, 8192)
 DEEP = LlamaConfig(1000, 576, 1536, 12, 9, 3, 64, 8192)
+MIXTURE = LlamaConfig(1000, 1024, 384, 2, 16, 4, 64, 8192, qk_norm=True, experts=Experts(64, 8, 384))
+WINDOWS = LlamaConfig(1000, 512, 1024, 3, 8, 4, 64, 8192, windows=(4096, 0, 4096), sinks=True)
 TOKENS = QuoKA(1024, granularity="token")
 
 
@@ -98,6 +101,10 @@ def measured(config, batch, capacity, dtype, policy, prefill_policy, chunk):
     (LLAMA3, 1, 32768, "float32", Quest(2048), TOKENS),
     (MHA, 3, 8192, "float32", Quest(512, variant="sim"), TOKENS),
     (DEEP, 1, 8192, "float32", Dense(), Dense()),
+    (MIXTURE, 1, 8192, "float32", Quest(1024), Dense()),
+    (MIXTURE, 4, 8192, "bfloat16", Quest(1024), Dense()),
+    (WINDOWS, 1, 32768, "float32", Quest(1024), Dense()),
+    (WINDOWS, 2, 8192, "float32", Dense(), Dense()),
 ], ids=str)  # fmt: skip
 def test_temporaries_are_never_below_the_compiled_programs(
     as_a_user, config, batch, capacity, dtype, policy, prefill_policy

@@ -46,6 +46,11 @@ def mix_experts(
     return (mixed * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 
 
+def block_rows(pairs: int, count: int) -> int:
+    """Rows of a block, where so many pairs of token and expert go to ``count`` experts on a CPU."""
+    return min(_BLOCK_ROWS, 1 << (-(-pairs // count) - 1).bit_length())
+
+
 def _route(rows, matrices, experts):
     logits = matmul(rows, matrices["router"])
     if experts.biased:
@@ -75,7 +80,7 @@ def _blocked(rows, chosen, matrices, activation):
     Experts that no token goes to are not read.
     """
     count, pairs = matrices["gate_up"].shape[0], chosen.size
-    size = min(_BLOCK_ROWS, 1 << (-(-pairs // count) - 1).bit_length())
+    size = block_rows(pairs, count)
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=count)
