@@ -1,7 +1,8 @@
 """The architectures that GGUF files come in, each as what sets it apart from ``llama``.
 
 Conventions are those of llama.cpp: its ``conversion/`` writes the files and its ``src/models/`` reads them. What a file
-has no key for is what llama.cpp takes for granted, with one exception (YaRN of GPT-OSS, see below).
+has no key for is what llama.cpp takes for granted. Where llama.cpp computes something else than the original model, the
+original is followed: YaRN of GPT-OSS is not rounded, and Phi-3's window is kept.
 """
 
 import dataclasses
@@ -137,11 +138,8 @@ def _experts(fields: Fields) -> Experts:
 
 
 def _split_phi3(config: LlamaConfig, stored: Tensors, where: str) -> Tensors:
-    queries, keys, inner = (
-        config.n_heads * config.head_dim,
-        config.n_kv_heads * config.head_dim,
-        config.intermediate_size,
-    )
+    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    inner = config.intermediate_size
     fused = {
         ".attn_qkv.weight": {".attn_q.weight": queries, ".attn_k.weight": keys, ".attn_v.weight": keys},
         ".ffn_up.weight": {".ffn_gate.weight": inner, ".ffn_up.weight": inner},
@@ -177,7 +175,7 @@ ARCHITECTURES = {
             _EXPERT_KEYS | _WINDOW_KEYS,
             _gpt_oss,
             names={"mlp_norm": _LAYER + "post_attention_norm.weight"},
-            truncate=False,  # so its Hugging Face config; files cannot say it, and llama.cpp does round
+            truncate=False,  # so its Hugging Face config; files cannot say it
         ),
     )
 }

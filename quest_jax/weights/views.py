@@ -15,11 +15,8 @@ Views = Callable[[LlamaConfig, Tensors, str], Tensors]
 
 def split_rows(config: LlamaConfig, stored: Tensors, where: str) -> Tensors:
     """Phi-3: q, k, v in one matrix, and gate, up in another."""
-    queries, keys, inner = (
-        config.n_heads * config.head_dim,
-        config.n_kv_heads * config.head_dim,
-        config.intermediate_size,
-    )
+    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    inner = config.intermediate_size
     attention, mlp = "self_attn.{}_proj.weight".format, "mlp.{}_proj.weight".format
     fused = {
         attention("qkv"): {attention("q"): queries, attention("k"): keys, attention("v"): keys},

@@ -6,6 +6,7 @@ Written down once more, independently of the loader, from what those scripts do.
 import json
 import pathlib
 import re
+import shutil
 from typing import Any
 
 import gguf
@@ -13,6 +14,32 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests.weights.synthetic import write_gguf
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "parity"
+# What differs from the recorded config, because GGUF has no place for it.
+CASES = {
+    "llama": ("head_dim", {}, {}),
+    "mistral": ("mistral", {"sliding_window": None}, {}),
+    "qwen2": ("qwen2", {"use_sliding_window": False, "layer_types": None}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3_moe": ("qwen3_moe", {}, {}),
+    "smollm3": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 4}, {}),
+    "phi3": ("phi3", {}, {}),
+    "phi3_longrope": ("phi3_longrope", {}, {}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 12, "layer_types": ["sliding_attention"] * 3}, {}),
+    "gemma3_pattern": ("gemma3", {"query_pre_attn_scalar": 12}, {"attention__sliding_window_pattern": 2}),
+    "gemma3_pattern_of_layers": (
+        "gemma3",
+        {"query_pre_attn_scalar": 12, "layer_types": ["full_attention"] + ["sliding_attention"] * 2},
+        {"attention__sliding_window_pattern": [False, True, True], "rope__freq_base_swa": 10000.0},
+    ),
+    "gemma3_no_window": (
+        "gemma3",
+        {"query_pre_attn_scalar": 12, "layer_types": ["full_attention"] * 3},
+        {"attention__sliding_window": None},
+    ),
+    "gpt_oss": ("gpt_oss", {}, {}),
+}
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
@@ -38,6 +65,24 @@ _NAMES = {
 }  # fmt: skip
 
 
+def make_folder(tmp_path: pathlib.Path, name: str, **changes: Any) -> pathlib.Path:
+    """A copy of a recorded checkpoint with another config; None removes a key."""
+    folder = tmp_path / "huggingface"
+    folder.mkdir()
+    shutil.copy(FIXTURES / name / "model.safetensors", folder)
+    config = json.loads((FIXTURES / name / "config.json").read_text()) | changes
+    keep = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    (folder / "config.json").write_text(json.dumps(keep))
+    return folder
+
+
+def make_case(tmp_path: pathlib.Path, case: str, **extra: Any) -> tuple[pathlib.Path, pathlib.Path]:
+    """The Hugging Face folder and the GGUF file of a case, which may have more metadata."""
+    name, changes, keys = CASES[case]
+    folder = make_folder(tmp_path, name, **changes)
+    return folder, write(tmp_path / "model.gguf", folder, extra=extra, **keys)
+
+
 def convert(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Metadata and float32 tensors of the GGUF file of a Hugging Face folder."""
     config = json.loads((folder / "config.json").read_text())
@@ -45,11 +90,17 @@ def convert(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]
     return _metadata(config, architecture), _tensors(config, architecture, load_file(folder / "model.safetensors"))
 
 
-def write(path: pathlib.Path, folder: pathlib.Path, tensors: Any = None, **changes: Any) -> pathlib.Path:
-    """The file of a folder; with other tensors, and other keys: None removes one, ``__`` stands for a dot."""
+def write(
+    path: pathlib.Path, folder: pathlib.Path, tensors: Any = None, extra: Any = None, **changes: Any
+) -> pathlib.Path:
+    """The file of a folder; with other tensors, other keys of the architecture, more metadata.
+
+    A key that is None is left out; ``__`` stands for a dot.
+    """
     metadata, converted = convert(folder)
     prefix = metadata["general.architecture"]
     metadata |= {f"{prefix}.{key.replace('__', '.')}": value for key, value in changes.items()}
+    metadata |= extra or {}
     kept = {key: value for key, value in metadata.items() if value is not None}
     return write_gguf(path, kept, converted if tensors is None else tensors)
 
