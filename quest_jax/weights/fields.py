@@ -92,6 +92,15 @@ class Fields:
             )
         return kinds
 
+    def pattern(self, key: str, layers: int, default: int) -> int | tuple[bool, ...]:
+        """A period, or a truth value for every layer."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return self.integer(key, default)
+        if len(value) != layers or not all(isinstance(flag, bool) for flag in value):
+            raise self.error(key, f"a period or one truth value per layer ({layers})", value)
+        return tuple(value)
+
     def _get(self, key: str, default: Any) -> Any:
         value = self._values.get(key)
         if value is not None:

@@ -1,7 +1,8 @@
-"""The metadata of a GGUF file of architecture ``llama`` as :class:`quest_jax.models.config.LlamaConfig`.
+"""The metadata of a GGUF file as :class:`quest_jax.models.config.LlamaConfig`.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Keys outside ``llama.`` describe the tokenizer or the
-file and are not read here, but for the ids that end a text. A key within ``llama.`` that is not handled is an error.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Keys outside the architecture's prefix, as ``llama.``,
+describe the tokenizer or the file and are not read here, but for the ids that end a text. A key within it that is not
+handled is an error.
 """
 
 from collections.abc import Mapping
@@ -9,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from quest_jax.models.config import LlamaConfig, RopeConfig
+from quest_jax.models.config import Experts, LlamaConfig
 from quest_jax.weights.fields import Fields
-from quest_jax.weights.llama3_factors import rope_from_factors
+from quest_jax.weights.gguf_families import ARCHITECTURES, Architecture
+from quest_jax.weights.gguf_rope import parse_rope
 
-ARCHITECTURE = "llama"
-
-_PREFIX = f"{ARCHITECTURE}."
+_MOST_LAYERS = 4096  # before work that grows with a number that nothing has confirmed
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
     "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length",
@@ -26,6 +26,18 @@ _READ = {
 _ONLY: dict[str, tuple[Any, str]] = {
     "expert_count": (0, "a mixture of experts"),
     "expert_used_count": (0, "a mixture of experts"),
+    "expert_shared_count": (0, "experts that all tokens go through"),
+    "expert_shared_feed_forward_length": (0, "experts that all tokens go through"),
+    "expert_group_count": (0, "experts in groups"),
+    "expert_group_used_count": (0, "experts in groups"),
+    "expert_gating_func": (1, "experts weighed otherwise than by a softmax"),
+    "expert_weights_norm": (True, "experts whose weights do not add up to one"),
+    "expert_weights_scale": (1.0, "experts whose weights do not add up to one"),
+    "leading_dense_block_count": (0, "layers of different shapes"),
+    "nextn_predict_layers": (0, "layers that predict later tokens"),
+    "pooling_type": (0, "an embedding model"),
+    "attn_logit_softcapping": (0.0, "scores that are capped"),
+    "final_logit_softcapping": (0.0, "logits that are capped"),
     "use_parallel_residual": (False, "parallel residuals"),
     "attention.causal": (True, "attention to later tokens"),
     "attention.sliding_window": (0, "attention within a window"),
@@ -40,16 +52,22 @@ _IGNORED = {
     "tensor_data_layout": "a note on the origin; this version converts q and k from the one layout in use",
     "rope.scaling.finetuned": "a note on the training",
 }
+_OF_LAYERS = {"attention.sliding_window_pattern"}  # keys that may have a list, one value a layer
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
 
 
-def check_architecture(metadata: Mapping[str, Any], where: str) -> None:
-    """Raises NotImplementedError unless the file is one whole model of architecture ``llama``; names what it is."""
+def check_architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
+    """Returns the architecture of a file.
+
+    Raises:
+      NotImplementedError: another one than those here, or not one whole model; names it.
+      ValueError: none is given.
+    """
     fields = Fields(metadata, where)
-    architecture = fields.text("general.architecture")
-    if architecture != ARCHITECTURE:
+    name = fields.text("general.architecture")
+    if name not in ARCHITECTURES:
         raise NotImplementedError(
-            f"{where}: architecture {architecture!r} is not implemented; the nearest supported one is 'llama'."
+            f"{where}: architecture {name[:80]!r} is not implemented; expected one of {', '.join(ARCHITECTURES)}."
         )
     kind = fields.text("general.type", "model")
     if kind != "model":
@@ -59,10 +77,11 @@ def check_architecture(metadata: Mapping[str, Any], where: str) -> None:
             f"{where}: expected the whole model in one file, got one of {metadata['split.count']} parts; "
             "join them with `llama-gguf-split --merge`."
         )
+    return ARCHITECTURES[name]
 
 
 def parse_metadata(
-    metadata: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors: np.ndarray | None, where: str
+    metadata: Mapping[str, Any], *, vocab_size: int, tied: bool, rope_factors: Mapping[str, np.ndarray], where: str
 ) -> LlamaConfig:
     """Reads the config.
 
@@ -70,64 +89,78 @@ def parse_metadata(
       metadata: all key/value pairs of the file.
       vocab_size: rows of the embedding, which the file stores but need not name.
       tied: whether the file has no output projection.
-      rope_factors: ``[D/2]`` the tensor ``rope_freqs.weight``, if there is one.
+      rope_factors: ``[D/2]`` those of the architecture's ``rope_tensors`` that the file has, by name.
       where: the file, for errors.
 
     Raises:
       NotImplementedError: a variant this decoder does not compute; names it.
       ValueError: an unknown or missing key, or a value of the wrong type or range.
     """
-    _check_keys(metadata, where)
-    values = {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
-    fields = Fields({key: _uniform(key, value, where) for key, value in values.items()}, f"{where}: {ARCHITECTURE}")
+    architecture = check_architecture(metadata, where)
+    prefix = f"{architecture.name}."
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    _check_keys(values, architecture, where)
+    values = {key: value if key in _OF_LAYERS else _uniform(key, value, where) for key, value in values.items()}
+    fields = Fields(values, f"{where}: {architecture.name}")
     tokens = Fields(metadata, where)
     heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     if heads == 0:
         raise ValueError(f"{where}: expected at least one attention head, got 0.")
     head_dim = fields.integer("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.integer(key, head_dim) != head_dim:
-            raise NotImplementedError(
-                f"{where}: expected {key} = {head_dim}, the width of a key, got {values[key]}; "
-                "heads of two widths and partial rotations are not implemented."
-            )
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise NotImplementedError(
+            f"{where}: expected attention.value_length = {head_dim}, the width of a key, got "
+            f"{values['attention.value_length']}; heads of two widths are not implemented."
+        )
     if fields.integer("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"{where}: vocab_size is {values['vocab_size']}, but the embedding has {vocab_size} rows.")
+    layers = fields.integer("block_count")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"{where}: block_count: expected at most {_MOST_LAYERS} layers, got {layers}.")
     max_positions = fields.integer("context_length")
     ends = [tokens.ids(f"tokenizer.ggml.{name}") or () for name in _ENDS]
     try:
+        differences = architecture.differences(fields, layers)
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=hidden,
-            intermediate_size=fields.integer("feed_forward_length"),
-            n_layers=fields.integer("block_count"),
+            intermediate_size=_inner(fields, differences.get("experts")),
+            n_layers=layers,
             n_heads=heads,
             n_kv_heads=fields.integer("attention.head_count_kv", heads),
             head_dim=head_dim,
             max_positions=max_positions,
             rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
-            rope=_parse_rope(fields, head_dim, max_positions, rope_factors, where),
+            rope=parse_rope(fields, architecture, head_dim, max_positions, rope_factors, where),
             tie_word_embeddings=tied,
             eos_token_ids=tuple(dict.fromkeys(token for group in ends for token in group)),
             bos_token_id=tokens.integer("tokenizer.ggml.bos_token_id", None),
+            **differences,
         )
     except ValueError as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from error
 
 
-def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
-    for key, value in metadata.items():
-        name = key.removeprefix(_PREFIX)
-        if name == key or name in _READ or name in _IGNORED:
+def _check_keys(values: Mapping[str, Any], architecture: Architecture, where: str) -> None:
+    for name, value in values.items():
+        if name in _READ or name in architecture.reads or name in _IGNORED:
             continue
+        key = f"{architecture.name}.{name}"
         if name not in _ONLY:
             raise ValueError(f"{where}: unknown key {key[:80]!r}; it may change what the model computes.")
         expected, meaning = _ONLY[name]
         if value != expected:
             raise NotImplementedError(
                 f"{where}: {key}: expected {expected}, got {str(value)[:80]}, "
-                f"which means {meaning}; this decoder has no such thing."
+                f"which means {meaning}; {architecture.name!r} has no such thing here."
             )
+
+
+def _inner(fields: Fields, experts: Experts | None) -> int:
+    """Width of the MLP, which files of experts need not name."""
+    if experts is None:
+        return fields.integer("feed_forward_length")
+    return fields.integer("feed_forward_length", experts.size)
 
 
 def _uniform(key: str, value: Any, where: str) -> Any:
@@ -137,30 +170,3 @@ def _uniform(key: str, value: Any, where: str) -> Any:
     if not value or any(item != value[0] for item in value):
         raise NotImplementedError(f"{where}: {key}: expected the same value in all layers, got {str(value)[:80]}.")
     return value[0]
-
-
-def _parse_rope(
-    fields: Fields, head_dim: int, max_positions: int, factors: np.ndarray | None, where: str
-) -> RopeConfig:
-    theta = fields.number("rope.freq_base", 10000.0)
-    linear = fields.number("rope.scale_linear", 1.0)  # the spelling of early files
-    factor = fields.number("rope.scaling.factor", linear)
-    kind = fields.text("rope.scaling.type", "none" if factor == 1.0 else "linear")
-    if factors is not None:
-        if kind != "none":
-            raise NotImplementedError(f"{where}: RoPE factors (rope_freqs.weight) and scaling {kind!r} in one file.")
-        return rope_from_factors(factors, theta, head_dim, where)
-    if kind == "none":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=factor)
-    if kind == "yarn":
-        return RopeConfig(
-            theta=theta,
-            kind="yarn",
-            factor=factor,
-            original_max_positions=fields.integer("rope.scaling.original_context_length", max_positions),
-            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-        )
-    raise NotImplementedError(f"{where}: RoPE type: expected one of none, linear, yarn, got {kind!r}.")

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ import numpy as np
 from quest_jax.weights.gguf_file import Directory, TensorInfo
 from quest_jax.weights.stored import StoredTensor
 
+_STACKS = ("_exps.weight", "_exps.bias")
+_MOST_EXPERTS = 65536  # before work that grows with a number that need not fill the file
+
 
 def open_tensors(directory: Directory) -> dict[str, StoredTensor]:
-    """All tensors of the file by name, none read yet.
+    """All tensors of the file by name, none read yet; where one has three axes, rows count through the first two.
 
     Raises:
       ImportError: the extra ``gguf`` is not installed.
@@ -37,6 +41,33 @@ def open_tensors(directory: Directory) -> dict[str, StoredTensor]:
         result[info.name] = StoredTensor(info.name, info.shape, read)
     _check_apart(directory, sorted(spans))
     return result
+
+
+def split_stacks(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
+    """Takes apart the stacks of experts, ``[X, out, in]`` or ``[X, out]``: expert x is the tensor ``<name>[x]``.
+
+    Raises:
+      ValueError: more experts than any model has.
+    """
+    parts = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(_STACKS) or len(tensor.shape) < 2:
+            parts[name] = tensor
+            continue
+        experts, *shape = tensor.shape
+        if experts > _MOST_EXPERTS:
+            raise ValueError(f"{where}: tensor {name}: expected at most {_MOST_EXPERTS} experts, got {experts}.")
+        for expert in range(experts):
+            read = functools.partial(_read_expert, tensor, expert)
+            parts[f"{name}[{expert}]"] = StoredTensor(f"{name}[{expert}]", tuple(shape), read)
+    return parts
+
+
+def _read_expert(stack: StoredTensor, expert: int, start: int, stop: int) -> np.ndarray:
+    if len(stack.shape) == 2:
+        return stack.read(expert, expert + 1)[0, start:stop]
+    first = expert * stack.shape[1]
+    return stack.read(first + start, first + stop)
 
 
 def import_gguf() -> Any:

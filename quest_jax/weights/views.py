@@ -4,7 +4,7 @@ A view takes the stored tensors by name and gives them back with what it knows t
 :data:`quest_jax.weights.families.LLAMA_NAMES` has for the parts. It reads nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quest_jax.models.config import LlamaConfig
 from quest_jax.weights.stored import StoredTensor, expert_of, rows_of
@@ -16,20 +16,39 @@ Views = Callable[[LlamaConfig, Tensors, str], Tensors]
 def split_rows(config: LlamaConfig, stored: Tensors, where: str) -> Tensors:
     """Phi-3: q, k, v in one matrix, and gate, up in another."""
     queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    attention, mlp = "self_attn.{}_proj.weight".format, "mlp.{}_proj.weight".format
     fused = {
-        "self_attn.qkv_proj.weight": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
-        "mlp.gate_up_proj.weight": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+        attention("qkv"): {attention("q"): queries, attention("k"): keys, attention("v"): keys},
+        mlp("gate_up"): {mlp("gate"): inner, mlp("up"): inner},
     }
+    return split_fused(stored, fused, config.hidden_size, where)
+
+
+def split_fused(stored: Tensors, fused: Mapping[str, Mapping[str, int]], width: int, where: str) -> Tensors:
+    """Matrices ``[out, width]`` whose rows are those of several parts, one part below the other.
+
+    Args:
+      stored: all tensors.
+      fused: by the ending of such a matrix's name, the endings of its parts and how many rows each has, in order.
+      width: columns.
+      where: the file, for errors.
+
+    Raises:
+      ValueError: a matrix of another shape, or a part that is there by itself too.
+    """
     parts = dict(stored)
     for name, tensor in stored.items():
         for ending, sizes in fused.items():
             if not name.endswith(ending):
                 continue
-            tensor.checked((sum(sizes.values()), config.hidden_size), where)
+            tensor.checked((sum(sizes.values()), width), where)
             del parts[name]
-            start, folder = 0, name.removesuffix(ending) + ending.split(".")[0]
+            start, stem = 0, name.removesuffix(ending)
             for part, rows in sizes.items():
-                parts[f"{folder}.{part}.weight"] = rows_of(tensor, start, start + rows)
+                if stem + part in parts:
+                    raise ValueError(f"{where}: expected {stem + part} within {name} only, the file has it twice.")
+                parts[stem + part] = rows_of(tensor, start, start + rows)
                 start += rows
     return parts
 

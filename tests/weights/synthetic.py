@@ -167,8 +167,13 @@ def write_gguf(
     metadata: dict[str, Any],
     tensors: dict[str, np.ndarray],
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    *,
+    floats: bool = False,
 ) -> pathlib.Path:
-    """A file as a converter leaves it: matrices of the type ``kind``, vectors float32, uint8 data as it is."""
+    """A file as a converter leaves it: matrices of the type ``kind``, vectors float32, uint8 data as it is.
+
+    With ``floats`` the matrices that are not uint8 data already stay float32 too.
+    """
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if key == "general.architecture":
@@ -186,7 +191,7 @@ def write_gguf(
     for name, tensor in tensors.items():
         if tensor.dtype == np.uint8:
             writer.add_tensor(name, tensor, raw_dtype=kind)
-        elif tensor.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
+        elif floats or tensor.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, tensor)
         else:
             writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)

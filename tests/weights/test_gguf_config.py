@@ -11,7 +11,8 @@ from tests.weights.synthetic import CONFIG, gguf_metadata
 
 def parse(*, vocab_size=40, tied=False, factors=None, **changes):
     metadata = gguf_metadata(CONFIG, **changes)
-    return parse_metadata(metadata, vocab_size=vocab_size, tied=tied, rope_factors=factors, where="model.gguf")
+    rope = {} if factors is None else {"rope_freqs.weight": factors}
+    return parse_metadata(metadata, vocab_size=vocab_size, tied=tied, rope_factors=rope, where="model.gguf")
 
 
 def test_all_values():
@@ -118,7 +119,10 @@ def test_wrong_values_are_named(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general__architecture": "qwen2"}, "architecture 'qwen2' is not implemented; the nearest supported one is"),
+        (
+            {"general__architecture": "gemma2"},
+            "architecture 'gemma2' is not implemented; expected one of llama, qwen2,",
+        ),
         ({"general__architecture": "llama4"}, "architecture 'llama4'"),
         ({"general__type": "adapter"}, "got one of type 'adapter'"),
         ({"split__count": 3}, "one of 3 parts; join them with"),

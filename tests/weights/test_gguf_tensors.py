@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quest_jax.weights.gguf_file import read_directory
-from quest_jax.weights.gguf_tensors import open_tensors
+from quest_jax.weights.gguf_tensors import open_tensors, split_stacks
 from tests.weights.synthetic import write_gguf
 from tests.weights.test_gguf_file import header, tensor
 
@@ -58,6 +58,26 @@ def check(path, original, tolerance):
         np.testing.assert_array_equal(stored.read(1, 3), expected[name][1:3])
     if original is not None:
         np.testing.assert_allclose(opened["m"].read(0, 6), original, atol=tolerance)
+
+
+def test_experts_of_a_stack(tmp_path):
+    """Any rows of any expert of a matrix [3, 4, 64]; biases too; what is no stack stays as it is."""
+    rng = np.random.default_rng(0)
+    stack = rng.standard_normal((3, 4, 64), np.float32)
+    tensors = {"ffn_up_exps.weight": stack, "ffn_up_exps.bias": stack[:, 0], "m": stack[0]}
+    path = write_gguf(tmp_path / "model.gguf", METADATA, tensors, KIND.Q8_0)
+    expected = reference(path)
+    parts = split_stacks(open_tensors(read_directory(path)), "model.gguf")
+    names = {f"ffn_up_exps.{kind}[{x}]" for kind in ("weight", "bias") for x in range(3)} | {"m"}
+    assert set(parts) == names
+    for x in range(3):
+        part = parts[f"ffn_up_exps.weight[{x}]"]
+        assert (part.name, part.shape) == (f"ffn_up_exps.weight[{x}]", (4, 64))
+        np.testing.assert_array_equal(part.read(0, 4), expected["ffn_up_exps.weight"][x])
+        np.testing.assert_array_equal(part.read(1, 3), expected["ffn_up_exps.weight"][x, 1:3])
+        bias = parts[f"ffn_up_exps.bias[{x}]"]
+        assert bias.shape == (64,)
+        np.testing.assert_array_equal(bias.read(5, 9), expected["ffn_up_exps.bias"][x, 5:9])
 
 
 def test_types_without_a_dequantiser_are_named(tmp_path):
