@@ -64,8 +64,9 @@ def attend_in_steps(q, k, v, window, sinks, policy, prefill_policy, steps, **opt
 STEPS = (37, 1, 1, 20, 1, 30)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 33, 96, 1000])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(1, False), (16, False), (33, False), (1000, False), (None, True), (7, True)]
+)
 @pytest.mark.parametrize(("policy", "prefill_policy"), EVERYTHING, ids=["dense", "group", "head", "quoka"])
 def test_attention_is_that_of_float64(policy, prefill_policy, window, sinks):
     q, k, v, drawn = draw()
