@@ -1,11 +1,13 @@
 """Every family through the paged cache: prompts whole and in chunks, decoding, and policies that select everything."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
 import quest_jax
@@ -64,6 +66,24 @@ def test_layers_with_a_window_read_its_pages_only(name):
         pages = 2 if window is None else -(-(window - 1) // 4) + 1
         assert read[layer] <= pages * kv_heads < live[layer]
         assert window is None or read[layer] >= (window // 4) * kv_heads
+
+
+def letters() -> tokenizers.Tokenizer:
+    """A tokenizer of 64 ids, as many as the checkpoints have: one a character."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(35 + i): 3 + i for i in range(61)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_line_generates(name, tmp_path, capsys):
+    folder = shutil.copytree(FIXTURES / name, tmp_path / name)
+    letters().save(str(folder / "tokenizer.json"))
+    command = ["generate", "--model", str(folder), "--prompt", "THE CAPITAL", "--budget", "16", "--max-new-tokens", "5"]
+    assert cli.main([*command, "--no-compilation-cache"]) == 0
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import quest_jax
 from quest_jax.weights.load import load
 from tests.models.dense import init_dense, one_shot, stepwise
 
 pytestmark = pytest.mark.parity
 
 LENGTH = 40
+OTHERS = ("mistral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "phi3", "phi3_longrope", "gemma3", "gpt_oss")
 TOLERANCE = 1e-4
 
 
@@ -92,6 +94,27 @@ def test_logits_equal_transformers(torch, transformers, kind, seed, tmp_path):
     np.testing.assert_allclose(ours[0], whole, rtol=0, atol=TOLERANCE)
     ours = stepwise(params.weights, params.config, tokens.numpy())
     np.testing.assert_allclose(ours, torch.stack(steps).numpy(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_equal_transformers(torch, transformers, name, seed, tmp_path):
+    """The recorded configurations with other weights and tokens, through the paged cache."""
+    from tests.parity import record
+
+    assert set(record.FAMILIES) == set(OTHERS)
+    record.make_model(name, 1000 + seed).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = torch.randint(4, 64, (LENGTH,))
+    with torch.no_grad():
+        whole = model(tokens[None]).logits[0].numpy()
+    params = load(tmp_path)
+    for chunk in (5, None):
+        state = quest_jax.prefill(params, tokens[None].numpy(), page_size=4, chunk=chunk)
+        np.testing.assert_allclose(state.logits[0], whole[-1], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.filterwarnings("default")
