@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quest_jax.models.config import LlamaConfig, RopeConfig
-from quest_jax.weights.fields import Fields
+from quest_jax.weights.fields import Fields, shown
 from quest_jax.weights.llama3_factors import rope_from_factors
 
 ARCHITECTURE = "llama"
@@ -49,11 +49,11 @@ def check_architecture(metadata: Mapping[str, Any], where: str) -> None:
     architecture = fields.text("general.architecture")
     if architecture != ARCHITECTURE:
         raise NotImplementedError(
-            f"{where}: architecture {architecture!r} is not implemented; the nearest supported one is 'llama'."
+            f"{where}: architecture {shown(architecture)} is not implemented; the nearest supported one is 'llama'."
         )
     kind = fields.text("general.type", "model")
     if kind != "model":
-        raise NotImplementedError(f"{where}: expected a GGUF file of a model, got one of type {kind!r}.")
+        raise NotImplementedError(f"{where}: expected a GGUF file of a model, got one of type {shown(kind)}.")
     if fields.integer("split.count", 1) > 1:
         raise NotImplementedError(
             f"{where}: expected the whole model in one file, got one of {metadata['split.count']} parts; "
@@ -88,11 +88,13 @@ def parse_metadata(
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer(key, head_dim) != head_dim:
             raise NotImplementedError(
-                f"{where}: expected {key} = {head_dim}, the width of a key, got {values[key]}; "
+                f"{where}: expected {key} = {head_dim}, the width of a key, got {shown(values[key])}; "
                 "heads of two widths and partial rotations are not implemented."
             )
     if fields.integer("vocab_size", vocab_size) != vocab_size:
-        raise ValueError(f"{where}: vocab_size is {values['vocab_size']}, but the embedding has {vocab_size} rows.")
+        raise ValueError(
+            f"{where}: vocab_size is {shown(values['vocab_size'])}, but the embedding has {vocab_size} rows."
+        )
     max_positions = fields.integer("context_length")
     ends = [tokens.ids(f"tokenizer.ggml.{name}") or () for name in _ENDS]
     try:
@@ -125,7 +127,7 @@ def _check_keys(metadata: Mapping[str, Any], where: str) -> None:
         expected, meaning = _ONLY[name]
         if value != expected:
             raise NotImplementedError(
-                f"{where}: {key}: expected {expected}, got {str(value)[:80]}, "
+                f"{where}: {key}: expected {expected}, got {shown(value)}, "
                 f"which means {meaning}; this decoder has no such thing."
             )
 
@@ -135,7 +137,7 @@ def _uniform(key: str, value: Any, where: str) -> Any:
     if not isinstance(value, list):
         return value
     if not value or any(item != value[0] for item in value):
-        raise NotImplementedError(f"{where}: {key}: expected the same value in all layers, got {str(value)[:80]}.")
+        raise NotImplementedError(f"{where}: {key}: expected the same value in all layers, got {shown(value)}.")
     return value[0]
 
 
@@ -148,7 +150,9 @@ def _parse_rope(
     kind = fields.text("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if factors is not None:
         if kind != "none":
-            raise NotImplementedError(f"{where}: RoPE factors (rope_freqs.weight) and scaling {kind!r} in one file.")
+            raise NotImplementedError(
+                f"{where}: RoPE factors (rope_freqs.weight) and scaling {shown(kind)} in one file."
+            )
         return rope_from_factors(factors, theta, head_dim, where)
     if kind == "none":
         return RopeConfig(theta=theta)
@@ -163,4 +167,4 @@ def _parse_rope(
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
         )
-    raise NotImplementedError(f"{where}: RoPE type: expected one of none, linear, yarn, got {kind!r}.")
+    raise NotImplementedError(f"{where}: RoPE type: expected one of none, linear, yarn, got {shown(kind)}.")
