@@ -5,6 +5,7 @@ as large as its header claims.
 """
 
 import pathlib
+from typing import Any
 
 from quest_jax.weights.fields import shown
 from quest_jax.weights.strict_json import parse_json, read_json
@@ -34,9 +35,13 @@ def check_array_headers(folder: pathlib.Path) -> None:
 
 def _check_header(data: bytes, where: str) -> None:
     header = parse_json(data, where)
-    shape, chunks = header.get("shape"), header.get("chunks")
-    fits = isinstance(shape, list) and isinstance(chunks, list) and len(shape) == len(chunks)
-    if not fits or any(type(n) is not int for n in (*shape, *chunks)):
+    shape: Any = header.get("shape")
+    chunks: Any = header.get("chunks")
+    if not (_integers(shape) and _integers(chunks) and len(shape) == len(chunks)):
         raise ValueError(f"{where}: expected a shape and as many chunks, got {shown(shape)} and {shown(chunks)}.")
     if any(not 1 <= chunk <= size for chunk, size in zip(chunks, shape, strict=True)):
         raise ValueError(f"{where}: expected chunks within the shape {shown(shape)}, got {shown(chunks)}.")
+
+
+def _integers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
