@@ -29,7 +29,8 @@ def render_template(source: str, messages: Sequence[Mapping[str, Any]], variable
       source: the template.
       messages: ``{"role": ..., "content": ...}``, further keys as the template knows them. Beside ``tool_calls`` the
         content may be None or absent.
-      variables: everything else the template may read.
+      variables: everything else the template may read. What is not of JSON's types is there by the name of its type
+        only, such as ``<PosixPath>``.
 
     Raises:
       TypeError: the messages are not a list of dicts, or a role or content is no string.
@@ -46,7 +47,7 @@ def render_template(source: str, messages: Sequence[Mapping[str, Any]], variable
     values = {**variables, "messages": _check_messages(messages)}
     try:
         with allowance(values):
-            return _compile(source).render(values)
+            return _compile(source).render(_plain(values))
     except _TEMPLATE_ERRORS as error:
         raise ValueError(
             f"The chat template stopped with {type(error).__name__}: {str(error).rstrip('.')}. Check the order and "
@@ -81,6 +82,25 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """What a model thought goes by three names; a template finds it under the two that templates read."""
     thoughts = [message[name] for name in _REASONING if message.get(name) is not None]
     return {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]} if thoughts else message
+
+
+def _plain(value: Any) -> Any:
+    """A copy of JSON's types alone: other objects have methods that no sandbox knows, such as a path's ``unlink``."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of a subclass, the characters without its methods
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return f"<{type(value).__name__}>"
 
 
 @functools.cache
