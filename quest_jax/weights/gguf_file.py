@@ -20,6 +20,7 @@ _MAX_KEY_BYTES = 65535  # specification
 _MAX_DIMENSIONS = 4  # specification
 _MAX_ARRAY_DEPTH = 4
 _MAX_ITEMS = 1 << 22  # of all values; as Python objects they take up to 20 times their bytes. Gemma 3 has 1.3 million
+_ARRAY_ITEMS = 16  # what an array within an array counts as: each is read on its own
 _MAX_ENTRIES = 1 << 16  # pairs, and tensors
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
@@ -109,7 +110,7 @@ class _Cursor:
         if depth >= _MAX_ARRAY_DEPTH:
             raise self.error(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
         self.need(count * (8 if kind == _STRING else 12), f"{what}, an array of {count},")
-        self._count(count, what)
+        self._count(count if kind == _STRING else _ARRAY_ITEMS * count, what)
         return [self.value(kind, what, depth + 1) for _ in range(count)]
 
     def _count(self, items: int, what: str) -> None:
