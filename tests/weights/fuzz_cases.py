@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save
 
 from quest_jax.models.config import Experts, LlamaConfig, RopeConfig
 from quest_jax.models.llama import init_weights
@@ -120,7 +121,24 @@ def _huggingface_bases() -> dict[str, tuple[dict[str, Any], dict[str, Any], byte
             *(json.loads((folder / name).read_text()) for name in names), (folder / "model.safetensors").read_bytes(),
         )
         for folder in folders
-    }  # fmt: skip
+    } | {"gpt_oss_mxfp4": _packed()}  # fmt: skip
+
+
+def _packed() -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """GPT-OSS as it is published, its experts in MXFP4."""
+    folder = FIXTURES / "gpt_oss"
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 32}
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        outs = {"gate_up_proj": 64, "down_proj": 32, "gate_up_proj_bias": 64}
+        if (out := outs.get(name.rpartition(".")[2])) is None:
+            tensors[name] = tensor
+        elif name.endswith("bias"):
+            tensors[name] = np.zeros((len(tensor), out), np.float32)
+        else:
+            tensors |= {f"{name}_blocks": np.ones((len(tensor), out, 1, 16), np.uint8)}
+            tensors |= {f"{name}_scales": np.full((len(tensor), out, 1), 127, np.uint8)}
+    return config | {"quantization_config": {"quant_method": "mxfp4"}}, {"eos_token_id": 2}, save(tensors)
 
 
 @functools.cache
