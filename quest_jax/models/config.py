@@ -47,7 +47,7 @@ class RopeConfig:
     def __post_init__(self):
         kinds = RopeKind.__args__
         if self.kind not in kinds:
-            raise NotImplementedError(f"RoPE type: expected one of {', '.join(kinds)}, got {self.kind!r}.")
+            raise NotImplementedError(f"RoPE type: expected one of {', '.join(kinds)}, got {self.kind!r:.80}.")
         if not 0 < self.theta < float("inf"):
             raise ValueError(f"RoPE theta: expected a positive finite number, got {self.theta}.")
         if not 0 < self.factor < float("inf"):
@@ -87,6 +87,10 @@ class Experts:
     biased: bool = False
 
     def __post_init__(self):
+        if self.router not in RouterKind.__args__:
+            raise NotImplementedError(
+                f"experts: router: expected one of {', '.join(RouterKind.__args__)}, got {self.router!r:.80}."
+            )
         if min(self.count, self.per_token, self.size) < 1 or self.per_token > self.count:
             raise ValueError(
                 f"experts: expected 1 <= per_token <= count and a size of at least 1, got {self.per_token} of "
@@ -161,6 +165,10 @@ class LlamaConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
+        if self.activation not in Activation.__args__:
+            raise NotImplementedError(
+                f"activation: expected one of {', '.join(Activation.__args__)}, got {self.activation!r:.80}."
+            )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads must be a multiple of n_kv_heads, got {self.n_heads} and {self.n_kv_heads}; "
@@ -172,10 +180,13 @@ class LlamaConfig:
             raise ValueError(f"rms_norm_eps: expected a number in (0, 1), got {self.rms_norm_eps}.")
         if self.windows and (len(self.windows) != self.n_layers or min(self.windows) < 0):
             raise ValueError(
-                f"windows: expected none or {self.n_layers} numbers of at least 0, one a layer, got {self.windows}."
+                f"windows: expected none or {self.n_layers} numbers of at least 0, one a layer, "
+                f"got {str(self.windows):.80}."
             )
         if any(not 0 <= layer < self.n_layers for layer in self.unrotated_layers):
-            raise ValueError(f"unrotated_layers: expected layers below {self.n_layers}, got {self.unrotated_layers}.")
+            raise ValueError(
+                f"unrotated_layers: expected layers below {self.n_layers}, got {str(self.unrotated_layers):.80}."
+            )
         for rope in (self.rope, self.window_rope or self.rope):
             width = self.head_dim if rope.rotary_dim is None else rope.rotary_dim
             if width > self.head_dim:

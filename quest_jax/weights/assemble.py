@@ -16,7 +16,7 @@ import numpy as np
 from quest_jax.memory import check_memory
 from quest_jax.models.config import LlamaConfig
 from quest_jax.models.llama import abstract_weights
-from quest_jax.models.rope import inverse_frequencies
+from quest_jax.models.rope import attention_scaling, inverse_frequencies
 from quest_jax.params import Params
 from quest_jax.weights.stored import StoredTensor
 
@@ -113,15 +113,15 @@ def assemble(config: LlamaConfig, dtype: np.dtype, tensors: Mapping[str, StoredT
 
 
 def check_rope(config: LlamaConfig, where: str) -> None:
-    """Raises ValueError, naming the file, where the frequencies of the config's RoPE are not positive and finite."""
+    """Raises ValueError, naming the file, where frequencies or scaling of a RoPE are not positive and finite."""
     for rope in (config.rope, *([config.window_rope] if config.window_rope else [])):
         try:
             with np.errstate(all="ignore"):
-                frequencies = inverse_frequencies(rope, config.head_dim)
+                numbers = np.append(inverse_frequencies(rope, config.head_dim), attention_scaling(rope))
         except (ArithmeticError, ValueError) as error:
-            raise ValueError(f"{where}: no RoPE frequencies can be computed from {rope}: {error}") from error
-        if not (np.isfinite(frequencies).all() and (frequencies > 0).all()):
-            raise ValueError(f"{where}: expected positive, finite RoPE frequencies, not what {rope} gives.")
+            raise ValueError(f"{where}: no RoPE frequencies can be computed from {str(rope):.900}: {error}") from error
+        if not (np.isfinite(numbers).all() and (numbers > 0).all()):
+            raise ValueError(f"{where}: expected positive, finite RoPE frequencies, not what {str(rope):.900} gives.")
 
 
 def _parts(config: LlamaConfig) -> Iterable[tuple[tuple[int, ...], str, str, tuple[int, ...]]]:

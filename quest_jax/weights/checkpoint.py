@@ -22,7 +22,8 @@ from quest_jax.models.config import Activation, Experts, LlamaConfig, RopeConfig
 from quest_jax.models.llama import abstract_weights
 from quest_jax.params import Params
 from quest_jax.weights.assemble import check_rope, target_dtype
-from quest_jax.weights.fields import Fields
+from quest_jax.weights.checkpoint_arrays import check_array_headers
+from quest_jax.weights.fields import Fields, shown
 from quest_jax.weights.strict_json import read_json
 
 MARKER = "quest_jax.json"
@@ -84,6 +85,7 @@ def load_checkpoint(path: str | os.PathLike[str], dtype: np.dtype | None = None)
     config = read_checkpoint_config(path / MARKER)
     with ocp.StandardCheckpointer() as checkpointer:
         with _naming(path):
+            check_array_headers(path / _WEIGHTS)
             stored = checkpointer.metadata(path / _WEIGHTS).item_metadata.tree
             saved_dtype = stored["embed"].dtype
         target = _restore_target(config, stored, target_dtype(saved_dtype) if dtype is None else dtype, path)
@@ -108,9 +110,13 @@ def _restore_target(config: LlamaConfig, stored: Any, dtype: np.dtype, path: pat
     layers = sum(name.startswith("layer_") for name in stored)
     if config.n_layers != layers:  # before work that grows with it
         raise ValueError(f"{path}: the config says {config.n_layers} layers, {layers} are stored.")
-    check_rope(config, str(path))
+    stored_shapes = _shapes(stored)
+    largest = max((size for shape in stored_shapes.values() for size in shape), default=0)
+    if config.head_dim > largest:
+        raise ValueError(f"{path}: the config says head_dim {config.head_dim}, the largest size stored is {largest}.")
+    check_rope(config, str(path))  # allocates a head's frequencies
     abstract = abstract_weights(config, dtype)
-    expected, actual = _shapes(abstract), _shapes(stored)
+    expected, actual = _shapes(abstract), stored_shapes
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(
@@ -171,7 +177,7 @@ def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
     header = read_json(path)
     if header.get("format") != _FORMAT:
         raise ValueError(
-            f"{path}: expected format {_FORMAT}, got {str(header.get('format'))[:80]}; use the version that wrote it."
+            f"{path}: expected format {_FORMAT}, got {shown(header.get('format'))}; use the version that wrote it."
         )
     values = header.get("config")
     if not isinstance(values, dict) or not isinstance(values.get("rope"), dict):
@@ -181,13 +187,13 @@ def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
         for name, kind in parts.items():
             part = values.get(name)
             if part is not None and not isinstance(part, dict):
-                raise ValueError(f"{path}: {name}: expected an object, got {str(part)[:80]}; the file is damaged.")
+                raise ValueError(f"{path}: {name}: expected an object, got {shown(part)}; the file is damaged.")
             parts[name] = None if part is None else kind(**_arguments(kind, part, path))
         eos = Fields(values, str(path)).ids("eos_token_ids") or ()
         arguments: dict[str, Any] = {**_arguments(LlamaConfig, values, path), **parts, "eos_token_ids": eos}
         return LlamaConfig(**arguments)
-    except ValueError as error:
-        raise error if str(error).startswith(str(path)) else ValueError(f"{path}: {error}") from error
+    except (NotImplementedError, ValueError) as error:
+        raise error if str(error).startswith(str(path)) else type(error)(f"{path}: {error}") from error
 
 
 def _arguments(kind: type[Any], values: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:

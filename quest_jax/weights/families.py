@@ -14,6 +14,7 @@ from quest_jax.models.config import Experts
 from quest_jax.weights.fields import Fields
 from quest_jax.weights.views import Views, split_experts, split_rows
 
+_MOST_EXPERTS = 4096  # before work that grows with a number that nothing has confirmed
 _LAYER = "model.layers.{}."
 LLAMA_NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -103,6 +104,14 @@ def _qwen3(fields, layers):
     return {"qk_norm": True, "qkv_bias": bias, "out_bias": bias, "windows": _qwen_windows(fields, layers)}
 
 
+def _count_experts(fields: Fields, *keys: str) -> int:
+    """The first of the keys that the config has, 128 by default."""
+    count = next((fields.integer(key) for key in keys if fields.integer(key, None) is not None), 128)
+    if count > _MOST_EXPERTS:
+        raise fields.error(keys[0], f"at most {_MOST_EXPERTS} experts", count)
+    return count
+
+
 def _qwen3_moe(fields, layers):
     if fields.integer("decoder_sparse_step", 1) != 1 or fields.sequence("mlp_only_layers"):
         raise NotImplementedError(
@@ -112,7 +121,7 @@ def _qwen3_moe(fields, layers):
     windows = (fields.integer("sliding_window"),) * layers if fields.flag("use_sliding_window", False) else ()
     bias = fields.flag("attention_bias", False)
     experts = Experts(
-        count=fields.integer("num_experts", fields.integer("num_local_experts", 128)),
+        count=_count_experts(fields, "num_experts", "num_local_experts"),
         per_token=fields.integer("num_experts_per_tok", 8),
         size=fields.integer("moe_intermediate_size", 768),
         normalized=fields.flag("norm_topk_prob", False),
@@ -143,9 +152,12 @@ def _gpt_oss(fields, layers):
     bias = fields.flag("attention_bias", True)
     per_token = fields.integer("num_experts_per_tok", fields.integer("experts_per_token", 4))
     experts = Experts(
-        count=fields.integer("num_local_experts", 128), per_token=per_token, size=fields.integer("intermediate_size"),
-        router="softmax_chosen", biased=True,
-    )  # fmt: skip
+        count=_count_experts(fields, "num_local_experts"),
+        per_token=per_token,
+        size=fields.integer("intermediate_size"),
+        router="softmax_chosen",
+        biased=True,
+    )
     return {
         "qkv_bias": bias,
         "out_bias": bias,
@@ -164,10 +176,9 @@ def _gemma3(fields, layers):
             )
     if fields.flag("use_bidirectional_attention", False):
         raise NotImplementedError(f"{fields.where}: use_bidirectional_attention: expected false, got true.")
-    scalar = fields.number("query_pre_attn_scalar", 256.0)
+    pattern, scalar = fields.integer("sliding_window_pattern", 6), fields.number("query_pre_attn_scalar", 256.0)
     if scalar <= 0:
         raise fields.error("query_pre_attn_scalar", "a positive number", scalar)
-    pattern = fields.integer("sliding_window_pattern", 6)
     bias = fields.flag("attention_bias", False)
     return {
         "qk_norm": True,

@@ -1,11 +1,21 @@
 """Typed access to the values of a parsed config file."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 _REQUIRED = object()
 _LIMIT = 2**31
+_SHOWN = 80
+
+
+def shown(value: Any) -> str:
+    """A value of a file, in an error: its ``repr``, cut, and never more work than that."""
+    return _SHORT.repr(value)[:_SHOWN]
+
+
+_SHORT = reprlib.Repr(maxlevel=4, maxdict=8, maxlist=16, maxtuple=16, maxstring=_SHOWN, maxlong=_SHOWN, maxother=_SHOWN)
 
 
 class Fields:
@@ -30,10 +40,8 @@ class Fields:
         value = self._get(key, default)
         if value is default:
             return value
-        if type(value) is int and abs(value) < 2**63:
+        if _finite(value):
             return float(value)
-        if type(value) is float and math.isfinite(value):
-            return value
         raise self.error(key, "a finite number", value)
 
     def flag(self, key: str, default: Any = _REQUIRED) -> Any:
@@ -77,7 +85,7 @@ class Fields:
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of finite numbers, as floats; empty when absent."""
         values = self.sequence(key) or []
-        if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        if not all(_finite(value) for value in values):
             raise self.error(key, "a list of finite numbers", values)
         return tuple(float(value) for value in values)
 
@@ -88,7 +96,7 @@ class Fields:
             raise self.error("layer_types", f"one entry per layer ({layers})", kinds)
         if other := [kind for kind in kinds or () if kind not in ("full_attention", "sliding_attention")]:
             raise NotImplementedError(
-                f"{self.where}: layer_types: expected full_attention or sliding_attention, got {str(other[0])[:80]}."
+                f"{self.where}: layer_types: expected full_attention or sliding_attention, got {shown(other[0])}."
             )
         return kinds
 
@@ -111,4 +119,9 @@ class Fields:
 
     def error(self, key: str, expected: str, value: Any) -> ValueError:
         """The error for a value that is not what was expected."""
-        return ValueError(f"{self.where}: {key}: expected {expected}, got {repr(value)[:80]}.")
+        return ValueError(f"{self.where}: {key}: expected {expected}, got {shown(value)}.")
+
+
+def _finite(value: Any) -> bool:
+    """Whether it is a number that float64 holds; of an integer beyond it Python itself cannot say."""
+    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from quest_jax.models.config import Experts, LlamaConfig
-from quest_jax.weights.fields import Fields
+from quest_jax.weights.fields import Fields, shown
 from quest_jax.weights.gguf_families import ARCHITECTURES, Architecture
 from quest_jax.weights.gguf_rope import parse_rope
 
@@ -67,11 +67,11 @@ def check_architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
     name = fields.text("general.architecture")
     if name not in ARCHITECTURES:
         raise NotImplementedError(
-            f"{where}: architecture {name[:80]!r} is not implemented; expected one of {', '.join(ARCHITECTURES)}."
+            f"{where}: architecture {shown(name)} is not implemented; expected one of {', '.join(ARCHITECTURES)}."
         )
     kind = fields.text("general.type", "model")
     if kind != "model":
-        raise NotImplementedError(f"{where}: expected a GGUF file of a model, got one of type {kind!r}.")
+        raise NotImplementedError(f"{where}: expected a GGUF file of a model, got one of type {shown(kind)}.")
     if fields.integer("split.count", 1) > 1:
         raise NotImplementedError(
             f"{where}: expected the whole model in one file, got one of {metadata['split.count']} parts; "
@@ -110,10 +110,12 @@ def parse_metadata(
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise NotImplementedError(
             f"{where}: expected attention.value_length = {head_dim}, the width of a key, got "
-            f"{values['attention.value_length']}; heads of two widths are not implemented."
+            f"{shown(values['attention.value_length'])}; heads of two widths are not implemented."
         )
     if fields.integer("vocab_size", vocab_size) != vocab_size:
-        raise ValueError(f"{where}: vocab_size is {values['vocab_size']}, but the embedding has {vocab_size} rows.")
+        raise ValueError(
+            f"{where}: vocab_size is {shown(values['vocab_size'])}, but the embedding has {vocab_size} rows."
+        )
     layers = fields.integer("block_count")
     if layers > _MOST_LAYERS:
         raise ValueError(f"{where}: block_count: expected at most {_MOST_LAYERS} layers, got {layers}.")
@@ -151,7 +153,7 @@ def _check_keys(values: Mapping[str, Any], architecture: Architecture, where: st
         expected, meaning = _ONLY[name]
         if value != expected:
             raise NotImplementedError(
-                f"{where}: {key}: expected {expected}, got {str(value)[:80]}, "
+                f"{where}: {key}: expected {expected}, got {shown(value)}, "
                 f"which means {meaning}; {architecture.name!r} has no such thing here."
             )
 
@@ -168,5 +170,5 @@ def _uniform(key: str, value: Any, where: str) -> Any:
     if not isinstance(value, list):
         return value
     if not value or any(item != value[0] for item in value):
-        raise NotImplementedError(f"{where}: {key}: expected the same value in all layers, got {str(value)[:80]}.")
+        raise NotImplementedError(f"{where}: {key}: expected the same value in all layers, got {shown(value)}.")
     return value[0]

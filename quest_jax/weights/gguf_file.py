@@ -13,10 +13,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from quest_jax.weights.fields import shown
+
 _MAX_HEADER_BYTES = 64 * 1024 * 1024  # the largest vocabularies in use need about 15 MB
 _MAX_KEY_BYTES = 65535  # specification
 _MAX_DIMENSIONS = 4  # specification
 _MAX_ARRAY_DEPTH = 4
+_MAX_ITEMS = 1 << 22  # of all values; as Python objects they take up to 20 times their bytes. Gemma 3 has 1.3 million
+_ARRAY_ITEMS = 16  # what an array within an array counts as: each is read on its own
+_MAX_ENTRIES = 1 << 16  # pairs, and tensors
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 _DEFAULT_ALIGNMENT = 32
@@ -60,6 +65,7 @@ class _Cursor:
     def __init__(self, file: BinaryIO, path: pathlib.Path, size: int):
         self._file, self._path = file, path
         self.position, self._end = 0, min(size, _MAX_HEADER_BYTES)
+        self._items_left = _MAX_ITEMS
         self._limit = f"the file has {size} bytes" if size <= _MAX_HEADER_BYTES else f"a header may have {self._end}"
 
     def error(self, text: str) -> ValueError:
@@ -104,13 +110,21 @@ class _Cursor:
         if depth >= _MAX_ARRAY_DEPTH:
             raise self.error(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
         self.need(count * (8 if kind == _STRING else 12), f"{what}, an array of {count},")
+        self._count(count if kind == _STRING else _ARRAY_ITEMS * count, what)
         return [self.value(kind, what, depth + 1) for _ in range(count)]
+
+    def _count(self, items: int, what: str) -> None:
+        self._items_left -= items
+        if self._items_left < 0:
+            raise self.error(f"{what} brings the items of all values to more than {_MAX_ITEMS}")
 
     def _scalars(self, kind: int, count: int, what: str) -> list[Any]:
         if kind not in _SCALARS:
             raise self.error(f"{what} has the unknown value type {kind}")
         dtype = np.dtype(_SCALARS[kind])
-        array = np.frombuffer(self.take(count * dtype.itemsize, what), dtype)
+        data = self.take(count * dtype.itemsize, what)
+        self._count(count, what)
+        array = np.frombuffer(data, dtype)
         return (array.astype(bool) if kind == _BOOL else array).tolist()
 
 
@@ -130,6 +144,8 @@ def read_directory(path: str | os.PathLike[str]) -> Directory:
         n_tensors = cursor.number("<Q", "the tensor count")
         n_pairs = cursor.number("<Q", "the metadata count")
         cursor.need(n_pairs * _MIN_PAIR_BYTES + n_tensors * _MIN_TENSOR_BYTES, f"a list of {n_tensors} tensors")
+        if max(n_tensors, n_pairs) > _MAX_ENTRIES:
+            raise cursor.error(f"it lists {n_tensors} tensors and {n_pairs} pairs, at most {_MAX_ENTRIES} are allowed")
         metadata = _read_metadata(cursor, n_pairs)
         infos = [_read_tensor_info(cursor) for _ in range(n_tensors)]
         tensors = _place(cursor, infos, metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
@@ -170,7 +186,7 @@ def _read_tensor_info(cursor: _Cursor) -> TensorInfo:
 def _place(cursor: _Cursor, infos: list[TensorInfo], alignment: Any) -> dict[str, TensorInfo]:
     """Turns offsets within the data section into offsets within the file."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
-        raise cursor.error(f"general.alignment is {alignment!r}, expected a power of two up to 2**20")
+        raise cursor.error(f"general.alignment is {shown(alignment)}, expected a power of two up to 2**20")
     start = -(-cursor.position // alignment) * alignment
     tensors = {}
     for info in infos:

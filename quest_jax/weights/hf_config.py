@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quest_jax.models.config import LlamaConfig
-from quest_jax.weights.families import FAMILIES, LLAMA, Family
-from quest_jax.weights.fields import Fields
+from quest_jax.weights.families import FAMILIES, Family
+from quest_jax.weights.fields import Fields, shown
 from quest_jax.weights.hf_rope import ROPE_KEYS, parse_ropes
 
 _READ = {
@@ -18,7 +18,7 @@ _READ = {
     "tie_word_embeddings", "bos_token_id", "eos_token_id", "layer_types", "quantization_config", *ROPE_KEYS,
 }  # fmt: skip
 
-_MOST_LAYERS = 4096  # of families with a list of layers: that grows with a number that nothing has confirmed yet
+_MOST_LAYERS = 4096  # before work that grows with a number that nothing has confirmed
 
 _NEAREST = {
     "deepseek": "its latent attention (MLA) is not implemented; the nearest that is: Qwen3-MoE",
@@ -115,15 +115,15 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any], where
             raise ValueError(f"{where}: without head_dim, {heads} heads must divide hidden_size {hidden}.")
         head_dim = hidden // heads
     layers = fields.integer("num_hidden_layers")
-    if family is not LLAMA and layers > _MOST_LAYERS:
+    if layers > _MOST_LAYERS:
         raise ValueError(f"{where}: num_hidden_layers: expected at most {_MOST_LAYERS}, got {layers}.")
     max_positions = fields.integer("max_position_embeddings", 2048)
     eos = Fields(generation, f"{where} (generation_config.json)").ids("eos_token_id")
     if eos is None:
         eos = fields.ids("eos_token_id") if "eos_token_id" in config else (2,)
     partly = head_dim if "partial_rotary_factor" in family.reads else None
-    rope, window_rope = parse_ropes(config, max_positions, where, partly)
     try:
+        rope, window_rope = parse_ropes(config, max_positions, where, partly)
         differences = family.differences(fields, layers)
         if "sliding_attention" in (fields.layer_types(layers) or ()) and not differences.get("windows"):
             raise NotImplementedError(f"{where}: layer_types: expected full_attention only, got sliding_attention.")
@@ -163,11 +163,12 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
         for family in FAMILIES.values():
             if architectures == [family.architecture]:
                 return family
-    named = " ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
+    names = architectures if isinstance(architectures, list) else [architectures]
+    named = " ".join(name[:80] if isinstance(name, str) else shown(name) for name in names[:4])
     nearest = next((f"; {why}" for part, why in _NEAREST.items() if part in f"{model_type} {named}".lower()), "")
     raise NotImplementedError(
         f"{where}: expected the architecture {', '.join(family.architecture for family in FAMILIES.values())}, "
-        f"got {named[:80]} (model_type {model_type}){nearest}."
+        f"got {named[:80]} (model_type {str(model_type)[:80]}){nearest}."
     )
 
 
@@ -184,7 +185,7 @@ def _check_quantization(quantization: Any, family: Family, where: str) -> None:
         return
     instead = _QUANTIZED.get(str(method), "load a GGUF file or the unquantised checkpoint")
     raise NotImplementedError(
-        f"{where}: quantization_config: expected none, got {str(method or quantization)[:80]!r}; {instead}."
+        f"{where}: quantization_config: expected none, got {shown(method or quantization)}; {instead}."
     )
 
 
@@ -196,7 +197,7 @@ def _check_keys(config: Mapping[str, Any], family: Family, where: str) -> None:
             allowed, meaning = _ONLY[key]
             if not any(type(value) is type(item) and value == item for item in allowed):
                 raise NotImplementedError(
-                    f"{where}: {key}: expected {allowed[-1]!r}, got {str(value)[:80]!r}, "
+                    f"{where}: {key}: expected {allowed[-1]!r}, got {shown(value)}, "
                     f"which means {meaning}; this decoder has no such thing."
                 )
         elif key not in _READ and key not in IGNORED and not key.startswith("_"):

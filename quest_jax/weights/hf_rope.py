@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from quest_jax.models.config import RopeConfig, RopeKind
-from quest_jax.weights.fields import Fields
+from quest_jax.weights.fields import Fields, shown
 
 ROPE_KEYS = (
     "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor",
@@ -72,10 +72,10 @@ def parse_rope(config: Mapping[str, Any], max_positions: int, where: str, head_d
     if kind == "yarn" and "short_factor" in values:
         kind = "longrope"  # as early Phi-3 files call it
     if kind not in _USED:
-        raise NotImplementedError(f"{where}: RoPE type: expected one of {', '.join(_USED)}, got {kind!r}.")
+        raise NotImplementedError(f"{where}: RoPE type: expected one of {', '.join(_USED)}, got {shown(kind)}.")
     unknown = sorted(key for key in values if key not in _COMMON | _ALLOWED[kind] and values[key] is not None)
     if unknown:
-        raise ValueError(f"{where}: RoPE type {kind!r} has no key {unknown[0]!r}; it reads {sorted(_USED[kind])}.")
+        raise ValueError(f"{where}: RoPE type {kind!r} has no key {shown(unknown[0])}; it reads {sorted(_USED[kind])}.")
     top = Fields(config, where)
     given = fields.integer("original_max_position_embeddings", 0)
     trained = top.integer("original_max_position_embeddings", 0) or given or max_positions
@@ -117,7 +117,7 @@ def _chosen(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{where}: {name}: expected an object or null, got {value!r:.80}.")
+            raise ValueError(f"{where}: {name}: expected an object or null, got {shown(value)}.")
     if old and new and old != new:
         raise ValueError(f"{where}: rope_scaling and rope_parameters contradict each other; keep one of them.")
     return old or new or {}

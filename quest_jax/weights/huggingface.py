@@ -11,6 +11,7 @@ from quest_jax.params import Params
 from quest_jax.weights import mxfp4
 from quest_jax.weights.assemble import assemble, match_tensors
 from quest_jax.weights.families import LLAMA_NAMES
+from quest_jax.weights.fields import shown
 from quest_jax.weights.hf_config import find_family, parse_config
 from quest_jax.weights.safetensors_file import TensorEntry, read_header
 from quest_jax.weights.stored import StoredTensor
@@ -41,7 +42,7 @@ def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype) -> Para
     config = read_huggingface_config(directory / "config.json")
     entries = {name: entry for name, entry in _read_entries(directory).items() if not name.endswith(_COMPUTED)}
     if config.tie_word_embeddings:
-        _drop_tied_head(entries, where)
+        _drop_tied_head(entries, (config.vocab_size, config.hidden_size), where)
     family = find_family(read_json(directory / "config.json"), where)
     stored = _join_mxfp4(entries, where) if family.model_type == "gpt_oss" else _stored(entries)
     if family.views is not None:
@@ -134,11 +135,13 @@ def _read_entries(directory: pathlib.Path) -> dict[str, TensorEntry]:
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     index: Any = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index:
-        raise ValueError(f"{path}: expected an object weight_map of tensor names and files, got {str(index)[:80]}.")
+        raise ValueError(f"{path}: expected an object weight_map of tensor names and files, got {shown(index)}.")
     for name, file in index.items():
         # A name like ../../x must not lead out of the checkpoint.
         if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\:\0"):
-            raise ValueError(f"{path}: tensor {name}: expected a .safetensors file beside the index, got {file!r:.80}.")
+            raise ValueError(
+                f"{path}: tensor {name}: expected a .safetensors file beside the index, got {shown(file)}."
+            )
     return index
 
 
@@ -157,12 +160,13 @@ def _missing_weights(directory: pathlib.Path) -> str:
     return f"{expected}, got {', '.join(others[:3]) or 'no weights'}; download the whole repository."
 
 
-def _drop_tied_head(entries: dict[str, TensorEntry], where: str) -> None:
+def _drop_tied_head(entries: dict[str, TensorEntry], shape: tuple[int, ...], where: str) -> None:
     """Removes an output projection that repeats the embedding; one that differs contradicts the config."""
     head, embed = entries.get(LLAMA_NAMES["lm_head"]), entries.get(LLAMA_NAMES["embed"])
     if head is None or embed is None:
         return
-    same = head.shape == embed.shape and len(head.shape) == 2 and head.stored() and embed.stored()
+    # The config's shape, whose sizes are not 0: a file may claim 2**60 rows of nothing, and all would be compared.
+    same = head.shape == embed.shape == shape and head.stored() and embed.stored()
     rows = range(0, head.shape[0], _COMPARED_ROWS) if same else ()
     if not same or any(_rows_differ(head, embed, start) for start in rows):
         raise ValueError(

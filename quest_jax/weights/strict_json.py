@@ -8,6 +8,7 @@ from typing import Any
 
 MAX_JSON_BYTES = 10_000_000
 """A config has a few kB, the header or index of the largest Llama (1138 tensors) about 150 kB."""
+_MAX_DEPTH = 64
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -43,7 +44,19 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: expected valid JSON, got: {error}.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object at the top level, got {type(value).__name__}.")
+    _check_depth(value, where)
     return value
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """What the parser can nest, comparing or printing it may not: each takes its own share of the stack a level."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"{where}: expected JSON of at most {_MAX_DEPTH} levels, got more.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

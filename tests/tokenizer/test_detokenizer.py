@@ -41,6 +41,28 @@ def test_characters_that_take_several_tokens_come_whole(name, smollm2):
     assert pushed.count("") >= 3
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "👨\u200d👩\u200d👧\u200d👦👩🏽\u200d🚀🧑🏿\u200d🤝\u200d🧑🏻",
+        "🇫🇷🇯🇵🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f🏳️\u200d🌈",
+        "汉字漢字かなカナ한글𠮷𪚥，。「」",
+        "1️⃣❤️\u200d🔥é\u0301ก็ நி",
+    ],
+    ids=["families", "flags", "CJK", "marks"],
+)
+@pytest.mark.parametrize("name", ["smollm2", "llama3"])
+def test_byte_level_tokens_stream_code_point_by_code_point(name, text, smollm2):
+    """A small byte-level vocabulary has a token a byte for these, so nearly every token ends within a character."""
+    tokenizer = smollm2 if name == "smollm2" else load_tokenizer(FIXTURES / "tokenizer" / name)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pushed, rest = stream(tokenizer, ids)
+    assert ("".join(pushed), rest) == (text, "")
+    assert len(ids) > len(text) and "\ufffd" not in "".join(pushed)
+    for n in range(len(ids)):  # wherever it stops, what was streamed is the start of the text
+        assert text.startswith("".join(pushed[:n]))
+
+
 def test_an_unfinished_character_is_held_until_the_end(smollm2):
     llama = smollm2.encode("🦙")
     pushed, rest = stream(smollm2, llama[:-1])

@@ -173,6 +173,24 @@ def test_memory_stays_bounded(name):
         tracemalloc.stop()
 
 
+def test_objects_of_the_caller_are_out_of_reach(tmp_path):
+    """What is no JSON stands there by its type; its methods, which may do anything, are not those of the text."""
+    kept = tmp_path / "kept"
+    kept.touch()
+
+    class Loud(str):
+        def shout(self):
+            return self.upper()
+
+    variables = {"documents": [{"path": kept, "title": Loud("a"), "pair": (1, True, None, 0.5)}]}
+    template = "{{ documents[0].path }} {{ documents[0].title }} {{ documents[0].pair }}"
+    assert render_template(template, MESSAGES, variables) == f"<{type(kept).__name__}> a (1, True, None, 0.5)"
+    for call in ("path.unlink()", "title.shout()"):
+        with pytest.raises(ValueError, match="The chat template stopped with"):
+            render_template(f"{{{{ documents[0].{call} }}}}", MESSAGES, variables)
+    assert kept.exists()
+
+
 def test_the_allowance_grows_with_the_input(small_allowance):
     # Some templates look at every character; on a long document that is much work, but work in proportion.
     template = "{% for m in messages %}{% for c in m.content %}{{ '!' if c == 'x' }}{% endfor %}{% endfor %}"

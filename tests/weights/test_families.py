@@ -98,7 +98,7 @@ def test_differences(model_type, changes, expected):
         ("mistral", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers: expected at most 4096"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window: expected true"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types: expected one entry per layer (4)"),
-        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "full_attention or sliding_attention, got linear"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "full_attention or sliding_attention, got 'linear"),
         ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "RoPE type: expected one of"),
         ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step and mlp_only_layers: expected 1 and none"),

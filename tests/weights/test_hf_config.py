@@ -98,7 +98,7 @@ def test_null_eos_and_bos_mean_none():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_bias": True}, "attention_bias: expected False, got 'True', which means biases on q, k, v"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True, which means biases on q, k, v"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'swish', got 'gelu'"),
         ({"pretraining_tp": 2}, "pretraining_tp"),

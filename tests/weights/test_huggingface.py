@@ -121,9 +121,10 @@ def test_quantised_tensors_are_named(tmp_path):
 
 def test_a_config_that_promises_too_much(tmp_path):
     config = make_config()
-    write_huggingface(tmp_path, config | {"num_hidden_layers": 2**31 - 1}, make_tensors(config))
-    with pytest.raises(ValueError, match="2147483647 layers, but there are 21 tensors"):
-        load_huggingface(tmp_path, FLOAT32)
+    for layers, says in ((100, "100 layers, but there are 21 tensors"), (2**31 - 1, "at most 4096, got 2147483647")):
+        write_huggingface(tmp_path, config | {"num_hidden_layers": layers}, make_tensors(config))
+        with pytest.raises(ValueError, match=says):
+            load_huggingface(tmp_path, FLOAT32)
 
 
 @pytest.mark.parametrize(
