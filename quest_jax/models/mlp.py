@@ -8,9 +8,14 @@ from jaxtyping import Array, Float
 
 from quest_jax.models.config import Activation, Experts
 from quest_jax.models.numbers import matmul
+from quest_jax.models.quant import QuantArray
+
+Matrix = Array | QuantArray
 
 # GPT-OSS: a SwiGLU with a steeper sigmoid, its inputs clamped, and one added to what is gated.
 _STEEPNESS, _LIMIT = 1.702, 7.0
+
+_TILE = 128  # rows that share an expert's matrix widened for them
 
 
 def gated(gate_up: Float[Array, "*batch F2"], activation: Activation) -> Float[Array, "*batch F"]:
@@ -23,7 +28,7 @@ def gated(gate_up: Float[Array, "*batch F2"], activation: Activation) -> Float[A
 
 
 def mix_experts(
-    x: Float[Array, "B T E"], matrices: Mapping[str, Array], experts: Experts, activation: Activation
+    x: Float[Array, "B T E"], matrices: Mapping[str, Matrix], experts: Experts, activation: Activation
 ) -> Float[Array, "B T E"]:
     """Sends every token through its best experts, and adds up what they give by the router's weights.
 
@@ -61,9 +66,9 @@ def _each(rows, chosen, matrices, activation):
     """One small product after the other: ``[N, k, E]``."""
 
     def one(row, expert):
-        inner = matmul(row[None], matrices["gate_up"][expert])[0]
+        inner = matmul(row[None], _of(matrices["gate_up"], expert))[0]
         inner = inner + matrices["gate_up_bias"][expert] if "gate_up_bias" in matrices else inner
-        out = matmul(gated(inner, activation).astype(row.dtype)[None], matrices["down"][expert])[0]
+        out = matmul(gated(inner, activation).astype(row.dtype)[None], _of(matrices["down"], expert))[0]
         return out + matrices["down_bias"][expert] if "down_bias" in matrices else out
 
     pairs = jnp.repeat(rows, chosen.shape[1], axis=0), chosen.reshape(-1)
@@ -71,16 +76,45 @@ def _each(rows, chosen, matrices, activation):
 
 
 def _grouped(rows, chosen, matrices, activation):
-    """All tokens of an expert in one product, by ``jax.lax.ragged_dot``: ``[N, k, E]``."""
+    """All tokens of an expert in one product: ``[N, k, E]``."""
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=matrices["gate_up"].shape[0])
-    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-
     def product(x, name):
-        made = jax.lax.ragged_dot(x, matrices[name], sizes, precision=precision)
+        made = _ragged(x, matrices[name], sizes)
         bias = matrices.get(f"{name}_bias")
         return made if bias is None else made + bias[expert[order]]
 
     inner = gated(product(rows[order // chosen.shape[1]], "gate_up"), activation).astype(rows.dtype)
     return product(inner, "down")[jnp.argsort(order)].reshape(*chosen.shape, -1)
+
+
+def _of(stack: Matrix, expert: Array) -> Matrix:
+    return stack.at_first(expert) if isinstance(stack, QuantArray) else stack[expert]
+
+
+def _ragged(x: Array, stack: Matrix, sizes: Array) -> Array:
+    """The first ``sizes[0]`` rows of ``x`` times the first matrix of the stack, the next times the second, and on."""
+    if isinstance(stack, QuantArray):
+        return _tiled(x, stack, sizes)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.ragged_dot(x, stack, sizes, precision=precision)
+
+
+def _tiled(x: Array, stack: QuantArray, sizes: Array) -> Array:
+    """As :func:`_ragged` for a quantised stack, of which ``ragged_dot`` would need all in full precision at once."""
+    size = min(len(x), _TILE)
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // size)
+    last = jnp.cumsum(tiles)
+
+    def one(i, made):
+        expert = jnp.searchsorted(last, i, side="right")
+        first = ends[expert] - sizes[expert] + (i - last[expert] + tiles[expert]) * size
+        begin = jnp.minimum(first, len(x) - size)  # rows before `first` are those of a tile before this one
+        at = begin + jnp.arange(size)
+        rows, old = (jax.lax.dynamic_slice_in_dim(array, begin, size) for array in (x, made))
+        own = ((at >= first) & (at < ends[expert]))[:, None]
+        new = jnp.where(own, matmul(rows, _of(stack, expert)), old)
+        return jax.lax.dynamic_update_slice_in_dim(made, new, begin, axis=0)
+
+    return jax.lax.fori_loop(0, last[-1], one, jnp.zeros((len(x), stack.shape[-1]), x.dtype))
