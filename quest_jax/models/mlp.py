@@ -80,6 +80,7 @@ def _grouped(rows, chosen, matrices, activation):
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=matrices["gate_up"].shape[0])
+
     def product(x, name):
         made = _ragged(x, matrices[name], sizes)
         bias = matrices.get(f"{name}_bias")

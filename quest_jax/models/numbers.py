@@ -23,7 +23,6 @@ def matmul(x: Array, weight: Array | QuantArray, dtype: Any = None, *, contract:
     A float32 product is asked for at full precision: by default a TPU rounds both sides to bfloat16 and a GPU to
     TF32, which loses 4 of the 7 digits and with them every promise about equal logits. Who wants speed takes bfloat16.
     """
-
     if isinstance(weight, QuantArray):
         return _quantized(x, weight, dtype or x.dtype)
 

@@ -23,9 +23,9 @@ class QuantArray(struct.PyTreeNode):
     a token's row, which is a column of the output projection, is what shares scales.
 
     Attributes:
-      values: int8 ``[.., in, out]``; of int4 two numbers a byte, uint8 ``[.., half, out]``: byte ``i`` holds number ``i``
-        in its low bits and number ``half + i`` in its high ones, eight more than they are; ``in`` is filled up with
-        zeros to whole groups in both halves.
+      values: int8 ``[.., in, out]``; of int4 two numbers a byte, uint8 ``[.., half, out]``: byte ``i`` holds number
+        ``i`` in its low bits and number ``half + i`` in its high ones, eight more than they are; ``in`` is filled up
+        with zeros to whole groups in both halves.
       scales: float32 ``[.., groups, out]``; one group in int8.
       kind: of the integers.
       axis: the one that a product sums over, -2, or -1 of an embedding.

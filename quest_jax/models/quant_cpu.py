@@ -38,7 +38,7 @@ def _by_rows(x: Float[Array, "N n"], weight: QuantArray) -> Float[Array, "N m"]:
     fused, half = len(x) <= _FUSED, weight.values.shape[0]
     planes = 2 if weight.kind == "int4" else 1
     x = jnp.pad(x, ((0, 0), (0, planes * half - x.shape[1])))
-    step = (_FUSED_STEP if fused else _STEP) // planes  # within a group
+    step = min((_FUSED_STEP if fused else _STEP) // planes, half)  # within a group
 
     def partial(first, count):
         block = weight.replace(values=jax.lax.dynamic_slice_in_dim(weight.values, first, count, axis=0))
