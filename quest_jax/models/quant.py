@@ -35,8 +35,8 @@ class QuantArray(struct.PyTreeNode):
 
     # Not jnp.int4, though XLA packs it inside programs: an array of it takes a byte a number on a CPU, and there a
     # product first unpacks the whole matrix. Bytes are two numbers everywhere.
-    values: Array
-    scales: Array
+    values: Any
+    scales: Any
     kind: QuantKind = struct.field(pytree_node=False)
     axis: int = struct.field(pytree_node=False)
     length: int = struct.field(pytree_node=False)
@@ -56,9 +56,10 @@ class QuantArray(struct.PyTreeNode):
 
     def planes(self) -> list[Array]:
         """The integers, int8: all of them, or the two halves of ``in``."""
+        values = jnp.asarray(self.values)
         if self.kind == "int8":
-            return [self.values]
-        return [bits.astype(jnp.int8) - 8 for bits in (self.values & 15, self.values >> 4)]
+            return [values]
+        return [bits.astype(jnp.int8) - 8 for bits in (values & 15, values >> 4)]
 
     def dequantize(self, dtype: Any) -> Float[Array, "..."]:
         """The matrix in full, multiplied in float32 and rounded to ``dtype``."""
@@ -74,7 +75,7 @@ class QuantArray(struct.PyTreeNode):
         An index out of range, negative ones too, gives NaN.
         """
 
-        def taken(part: Array, fill: float) -> Array:
+        def taken(part: Array, fill: int | float) -> Array:
             return part.at[index].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
         return self.replace(values=taken(self.values, 0), scales=taken(self.scales, jnp.nan))
