@@ -174,7 +174,8 @@ def _check_params(params: Params) -> None:
     embed = params.weights.get("embed") if isinstance(params.weights, dict) else None
     if not isinstance(embed, jax.Array | np.ndarray | QuantArray):
         raise ValueError("params.weights: expected a dict with the array 'embed' and the others of models/llama.py.")
-    dtype = target_dtype(embed.dtype if params.quantized is None else params.dtype)
+    typed = params.weights.get("norm") if isinstance(embed, QuantArray) else embed
+    dtype = target_dtype(getattr(typed, "dtype", jnp.float32))
     expected = dict(_described(quantize_tree(abstract_weights(params.config, dtype), params.quantized)))
     actual = dict(_described(params.weights))
     for name in sorted(expected.keys() | actual.keys()):

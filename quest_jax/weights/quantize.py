@@ -88,7 +88,9 @@ def quantize_array(array: np.ndarray, kind: QuantKind, axis: int, name: str) -> 
     made = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), abstract_quantized(array.shape, kind, axis))
     parts = (array, made.values, made.scales)
     for matrix, values, scales in zip(*parts, strict=True) if array.ndim == 3 else [parts]:
-        _fill(*((part.T if axis == -1 else part) for part in (matrix, values, scales)), made)
+        if axis == -1:
+            matrix, values, scales = matrix.T, values.T, scales.T
+        _fill(matrix, values, scales, made)
     if not np.isfinite(made.scales).all():
         raise ValueError(f"{name}: expected finite numbers, got NaN or infinity; load it without weights={kind!r}.")
     return made

@@ -155,6 +155,7 @@ def test_experts_are_those_of_the_dequantised_stacks(kind, tokens):
     others["router"][:, 4] = 0  # and a bias that nothing beats: an expert that nobody goes to
     others["router_bias"][4] = -1e9
     made = {name: quantize_array(stack, kind, -2, name) for name, stack in stacks.items()}
+    made, others = jax.tree.map(jnp.asarray, (made, others))
     wide = {name: stack.dequantize(jnp.float32) for name, stack in made.items()}
     x = jnp.asarray(draw(1, tokens, 32))
     ours, exact = (mlp.mix_experts(x, others | some, experts, "silu") for some in (made, wide))
