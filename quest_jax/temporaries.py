@@ -12,8 +12,7 @@ a layer. With N = B T new tokens, E, F, H, K, D, V as in :mod:`quest_jax.models.
 * scoring, of C pages or keys: ``16 B H C``, for one token's choice of keys ``16 B K C``; of pages in more than one row
   also ``B K C c``, a copy of their metadata of c bytes.
 
-Quantised weights add the largest piece that is widened at a time: blocks for a few rows, a matrix for many (of experts,
-where one expert's rows may be many or few, a matrix always).
+Quantised weights add the largest block that is widened at a time.
 
 Decoding also samples: ``40 B V``, with top_p. A quarter is added for all that is not listed. The kernels of TPUs and
 GPUs need less, so there it is an upper estimate, not checked against a device.
@@ -22,7 +21,7 @@ GPUs need less, so there it is an upper estimate, not checked against a device.
 from collections.abc import Sequence
 
 from quest_jax.models.config import LlamaConfig
-from quest_jax.models.quant_cpu import FEW, widened_nbytes
+from quest_jax.models.quant_cpu import widened_nbytes
 from quest_jax.pallas_kernels.page_attention.contiguous import scores_are_few
 from quest_jax.policies.base import PagePolicy, Policy
 
@@ -52,7 +51,7 @@ def prefill_temporaries(
       quantized: the matrices are, and blocks of them are widened.
     """
     held, stage = _layers(config, policy, dense, batch, capacity, chunk, page_size, itemsize)
-    widened = _widened(config, batch * chunk, batch, itemsize) if quantized else 0
+    widened = _widened(config, batch * chunk, batch) if quantized else 0
     return _rounded(held + max(stage, 8 * batch * config.vocab_size) + widened)
 
 
@@ -69,7 +68,7 @@ def decode_temporaries(
 ) -> int:
     """Returns the estimated bytes of temporaries of a decode step, sampling included; arguments as above."""
     held, stage = _layers(config, policy, dense, batch, capacity, 1, page_size, itemsize)
-    widened = _widened(config, batch, batch, itemsize) if quantized else 0
+    widened = _widened(config, batch, batch) if quantized else 0
     return _rounded(max(held + stage, 40 * batch * config.vocab_size) + widened)
 
 
@@ -86,18 +85,18 @@ def _rounded(estimate: int) -> int:
     return estimate + estimate // 4
 
 
-def _widened(config: LlamaConfig, new: int, batch: int, itemsize: int) -> int:
+def _widened(config: LlamaConfig, new: int, batch: int) -> int:
     """Bytes of the largest piece of a quantised matrix in full precision; the output projection sees a row a prompt."""
-    hidden, width, inner, rows = config.hidden_size, config.head_dim, config.intermediate_size, new
+    hidden, width, experts = config.hidden_size, config.head_dim, config.experts
+    inner = config.intermediate_size if experts is None else experts.size
     shapes = [(hidden, (config.n_heads + 2 * config.n_kv_heads) * width), (config.n_heads * width, hidden)]
-    if config.experts is not None:
-        inner, rows = config.experts.size, max(new, FEW + 1)
     shapes += [(hidden, 2 * inner), (inner, hidden)]
-    layer = max(widened_nbytes(shape, -2, rows, itemsize) for shape in shapes)
+    counts = {new} if experts is None else {new, 1, 16}  # an expert's may be few
+    layer = max(widened_nbytes(shape, -2, rows) for shape in shapes for rows in counts)
     head, axis = (hidden, config.vocab_size), -2
     if config.tie_word_embeddings:
         head, axis = head[::-1], -1
-    return max(layer, widened_nbytes(head, axis, batch, itemsize))
+    return max(layer, widened_nbytes(head, axis, batch))
 
 
 def _layers(

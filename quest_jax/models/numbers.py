@@ -69,6 +69,5 @@ def _quantized(x: Array, weight: QuantArray, dtype: Any) -> Array:
         return matmul(x, weight.dequantize(x.dtype), jnp.float32, contract=contract)
 
     rows = x.reshape(-1, x.shape[-1])
-    on_cpu = quant_cpu.product if weight.axis == -1 or len(rows) <= quant_cpu.FEW else anywhere
-    made = jax.lax.platform_dependent(rows, weight, cpu=on_cpu, default=anywhere)
+    made = jax.lax.platform_dependent(rows, weight, cpu=quant_cpu.product, default=anywhere)
     return made.astype(dtype).reshape(*x.shape[:-1], made.shape[-1])
