@@ -26,9 +26,11 @@ def product(x: Float[Array, "N n"], weight: QuantArray) -> Float[Array, "N m"]:
 def widened_nbytes(shape: tuple[int, ...], axis: int, rows: int) -> int:
     """Bytes that a product of so many rows takes besides its result: a block in full precision, on its way there too.
 
-    Measured: up to five blocks of whole columns, and two of the result.
+    Measured: of an embedding one block, of another matrix for many rows up to five, and two of the result.
     """
-    if axis == -1 or rows > _FEW:
+    if axis == -1:
+        return 4 * shape[axis] * _columns(shape, axis)
+    if rows > _FEW:
         return 4 * (5 * shape[axis] + 2 * rows) * _columns(shape, axis)
     return 4 * shape[-1] * (_FUSED_STEP if rows <= _FUSED else min(_STEP, shape[-2]))
 
