@@ -18,6 +18,7 @@ from quest_jax.compilation import enable_compilation_cache
 from quest_jax.decode import DecodeState, decode_step, feed_tokens, prefill, replace_policy
 from quest_jax.generate import Chunk, Generation, generate, stream
 from quest_jax.models.config import LlamaConfig, RopeConfig
+from quest_jax.models.quant import QuantArray
 from quest_jax.params import Params, random_params
 from quest_jax.plan import Plan, plan
 from quest_jax.policies.base import Dense, LayerView, PagePolicy, Policy, Selection
@@ -27,6 +28,7 @@ from quest_jax.sampling import Greedy, Sample, make_sampler, sample
 from quest_jax.stats import DecodeStats, ReadStats
 from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer, load_tokenizer
 from quest_jax.weights.load import load, load_config, save
+from quest_jax.weights.quantize import quantize
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ __all__ = [
     "Params",
     "Plan",
     "Policy",
+    "QuantArray",
     "Quest",
     "QuoKA",
     "ReadStats",
@@ -71,6 +74,7 @@ __all__ = [
     "plan",
     "prefill",
     "prefill_attention",
+    "quantize",
     "random_params",
     "rebuild_metadata",
     "replace_policy",

@@ -187,7 +187,7 @@ def read_prompts(
             "shorten the prompt."
         )
     capacity = bucket(asked, 8 * page_size)
-    dtype = params.weights["embed"].dtype
+    dtype = params.dtype
     room: dict[str, Any] = dict(
         batch=len(tokens), capacity=capacity, page_size=page_size, dtype=dtype, metadata=metadata
     )

@@ -58,6 +58,7 @@ def run_demo(
     max_new_tokens: int,
     page_size: int,
     dtype: str,
+    weights: str | None = None,
     out: Console,
     err: Console,
 ) -> None:
@@ -73,6 +74,7 @@ def run_demo(
       max_new_tokens: length of the answer.
       page_size: tokens of a page.
       dtype: of weights and cache.
+      weights: as for :func:`quest_jax.load`.
       out: for the result.
       err: for progress.
 
@@ -87,7 +89,7 @@ def run_demo(
         policy.check(page_size)
     with working(f"loading {model}", err):
         tokenizer = load_tokenizer(model)
-        params = load(model, dtype=dtype)
+        params = load(model, dtype=dtype, weights=weights)
     document = tokenizer.encode(hide(fact, shipped_text(), tokens, depth, lambda text: len(tokenizer.encode(text))))
     question = tokenizer.encode(fact.question, add_special_tokens=False)
     room = len(document) + len(question) + max_new_tokens
@@ -126,7 +128,8 @@ def run_demo(
         "(Attention is the smaller part of reading so short a text with so small a model; quest-jax bench prefill "
         "shows what QuoKA saves in longer ones.)\n"
         f"Pages of {page_size} tokens, counted over layers and KV heads; bytes include the metadata that selects them. "
-        f"The answers are what the model said, right or wrong. {time.perf_counter() - began:.0f} s in all, {dtype}, on "
+        f"The answers are what the model said, right or wrong. {time.perf_counter() - began:.0f} s in all, {dtype}"
+        f"{f', {weights} weights' if weights else ''}, on "
         f"{escape(jax.devices()[0].device_kind)} ({os.cpu_count()} cores).",
         highlight=False,
     )

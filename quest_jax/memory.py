@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 
-_ADVICE = 'load with dtype="bfloat16" (half of float32), free memory, or take a smaller model'
+_ADVICE = (
+    'load with dtype="bfloat16" (half of float32) or weights="int8" (a fourth), free memory, or take a smaller model'
+)
 
 
 def check_memory(kept: int, staged: int, what: str, advice: str = _ADVICE) -> None:

@@ -9,18 +9,31 @@ from jax.typing import DTypeLike
 
 from quest_jax.models import llama
 from quest_jax.models.config import LlamaConfig
+from quest_jax.models.quant import QuantArray, QuantKind
 
 
 class Params(struct.PyTreeNode):
     """What :func:`quest_jax.load` returns and every function of generation takes.
 
     Attributes:
-      weights: plain nested dict of arrays; names and shapes in :mod:`quest_jax.models.llama`.
+      weights: plain nested dict of arrays, matrices perhaps quantised; names and shapes in
+        :mod:`quest_jax.models.llama`.
       config: frozen, part of the tree structure, so passing ``Params`` through ``jax.jit`` keeps it static.
     """
 
     weights: dict[str, Any]
     config: LlamaConfig = struct.field(pytree_node=False)
+
+    @property
+    def dtype(self) -> Any:
+        """What the model computes in, and keeps in its cache: the dtype of all weights that are not quantised."""
+        return self.weights["norm"].dtype
+
+    @property
+    def quantized(self) -> QuantKind | None:
+        """The kind of the quantised matrices; None in full precision."""
+        embed = self.weights["embed"]
+        return embed.kind if isinstance(embed, QuantArray) else None
 
 
 def random_params(config: LlamaConfig, *, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Params:

@@ -11,11 +11,13 @@ from quest_jax.inputs import as_chunk, as_policy, as_prefill_policy, as_size, bu
 from quest_jax.memory import available_bytes
 from quest_jax.models.config import LlamaConfig
 from quest_jax.models.llama import abstract_weights
+from quest_jax.models.quant import QuantKind
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.params import Params
 from quest_jax.policies.base import Policy
 from quest_jax.temporaries import decode_temporaries, prefill_temporaries, program_bytes
-from quest_jax.weights.assemble import target_dtype
+from quest_jax.weights.assemble import load_bytes, target_dtype
+from quest_jax.weights.quantize import as_quant_kind, quantize_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Plan:
       max_len: tokens of a row, prompt and answer.
       capacity: tokens of a row that the cache has room for: ``max_len`` rounded up to one of four sizes per octave.
       dtype: of weights, keys and values, by name.
+      quantized: the kind of quantised matrices, None where they are in ``dtype`` too.
       page_size: [S] tokens of a page.
       chunk: tokens of a prefill step; shorter rows take fewer.
       policy, prefill_policy: for decoding, and for the prompt.
@@ -54,6 +57,7 @@ class Plan:
     max_len: int
     capacity: int
     dtype: str
+    quantized: QuantKind | None
     page_size: int
     chunk: int
     policy: Policy
@@ -113,7 +117,7 @@ class Plan:
             self.config, self.batch if batch is None else batch, self.max_len if max_len is None else max_len,
             dtype=self.dtype, page_size=self.page_size, chunk=self.chunk, policy=self.policy,
             prefill_policy=self.prefill_policy, metadata=self.metadata_kind, weights=self.weights,
-            loading=self.loading, loaded=self.loaded, available=(self.available, self.place),
+            quantized=self.quantized, loading=self.loading, loaded=self.loaded, available=(self.available, self.place),
         )  # fmt: skip
 
     def check(self) -> None:
@@ -125,7 +129,7 @@ class Plan:
                 f"{self.batch} x {self.capacity} tokens in {self.dtype}: needs {_readable(self.needed)} {self.place}"
                 f"{there}, but {_readable(max(0, self.available or 0))} are available: {parts}. "
                 f"Take at most {self.largest_batch} rows of this length or {self.largest_len} tokens a row, bfloat16 "
-                "weights, or free memory; see quest_jax.plan."
+                "or quantised weights, or free memory; see quest_jax.plan."
             )
 
     def bytes(self) -> dict[str, int | None]:
@@ -162,7 +166,8 @@ class Plan:
             ("total", self.total, f"{_readable(self.loading)} more for a moment while loading"),
             ("programs", self.programs, "besides, estimated; host memory to compile and keep them"),
         ]  # fmt: skip
-        lines = [f"{self.batch} x {self.max_len} tokens, {self.dtype}"]
+        quantized = f", {self.quantized} weights" if self.quantized else ""
+        lines = [f"{self.batch} x {self.max_len} tokens, {self.dtype}{quantized}"]
         lines += [f"  {name:<12} {_readable(size):>11}  {note}".rstrip() for name, size, note in rows]
         if self.available is None:
             return "\n".join([*lines, f"  available: unknown {self.place}"])
@@ -181,6 +186,7 @@ def plan(
     max_len: int,
     *,
     dtype: Any = None,
+    weights: Any = None,
     budget: int | None = None,
     policy: Policy | None = None,
     prefill_budget: int | None = None,
@@ -196,13 +202,14 @@ def plan(
       batch: [B] rows.
       max_len: tokens of a row, prompt and answer.
       dtype: of the weights and the cache, ``float32`` or ``bfloat16``; None: that of the weights, float32 for a config.
+      weights: ``"int8"`` or ``"int4"`` for a config, as for :func:`quest_jax.load`; None: in ``dtype``, or as they are.
       budget, policy, prefill_budget, prefill_policy, page_size, chunk, metadata: as for :func:`quest_jax.prefill`.
 
     Returns:
       the plan: bytes as integers, and a table as text.
 
     Raises:
-      TypeError, ValueError: input out of range, or another dtype than that of the weights given.
+      TypeError, ValueError: input out of range, or another dtype or kind than that of the weights given.
 
     Example:
       >>> import quest_jax
@@ -225,29 +232,32 @@ def plan(
     )  # fmt: skip
     batch, max_len = as_size("batch", batch), as_size("max_len", max_len)
     if isinstance(params_or_config, Params):
-        there = params_or_config.weights["embed"].dtype
+        there, kind = params_or_config.dtype, params_or_config.quantized
+        if weights is not None and as_quant_kind(weights) != kind:
+            raise ValueError(
+                f"weights: these weights are {kind or there}, got {weights}; pass their config to plan for others."
+            )
         if dtype is not None and target_dtype(dtype) != there:
             raise ValueError(f"dtype: these weights are {there}, got {dtype}; pass their config to plan for another.")
         return plan_generation(params_or_config, batch, max_len, **options)
-    dtype = target_dtype(jnp.float32 if dtype is None else dtype)
+    dtype, kind = target_dtype(jnp.float32 if dtype is None else dtype), as_quant_kind(weights)
+    planned = quantize_tree(abstract_weights(params_or_config, dtype), kind)
     return _sized(
-        params_or_config, batch, max_len, dtype=dtype.name, **_weight_bytes(abstract_weights(params_or_config, dtype)),
+        params_or_config, batch, max_len, dtype=dtype.name, quantized=kind, **_weight_bytes(planned),
         loaded=False, available=available_bytes(), **options,
     )  # fmt: skip
 
 
 def plan_generation(params: Params, batch: int, max_len: int, **options: Any) -> Plan:
     """As :func:`plan` for weights that are there, with its keywords, policies for budgets, checked."""
-    dtype = params.weights["embed"].dtype.name
     return _sized(
-        params.config, batch, max_len, dtype=dtype, **_weight_bytes(params.weights), loaded=True,
-        available=available_bytes(), **options,
+        params.config, batch, max_len, dtype=params.dtype.name, quantized=params.quantized,
+        **_weight_bytes(params.weights), loaded=True, available=available_bytes(), **options,
     )  # fmt: skip
 
 
 def _weight_bytes(weights: dict[str, Any]) -> dict[str, int]:
-    sizes = [_nbytes(leaf) for leaf in jax.tree.leaves(weights)]
-    return {"weights": sum(sizes), "loading": max(sizes)}
+    return dict(zip(("weights", "loading"), load_bytes(weights), strict=True))
 
 
 def _nbytes(tree: Any) -> int:
@@ -260,6 +270,7 @@ def _sized(
     max_len: int,
     *,
     dtype: str,
+    quantized: QuantKind | None,
     page_size: int,
     chunk: int,
     policy: Policy,
@@ -293,15 +304,16 @@ def _sized(
 
     every, kv, norms, lengths = (_nbytes(part) for part in jax.eval_shape(cache))
     itemsize = jnp.dtype(dtype).itemsize
+    numbers: dict[str, Any] = dict(itemsize=itemsize, quantized=quantized is not None)
     return Plan(
-        config=config, batch=batch, max_len=max_len, capacity=capacity, dtype=dtype, page_size=page_size,
-        chunk=chunk, **policies, metadata_kind=metadata,
+        config=config, batch=batch, max_len=max_len, capacity=capacity, dtype=dtype, quantized=quantized,
+        page_size=page_size, chunk=chunk, **policies, metadata_kind=metadata,
         weights=weights, kv=kv, metadata=every - kv - norms - lengths, norms=norms,
         logits=4 * batch * config.vocab_size,
         prefill=prefill_temporaries(
-            config, prefill_policy, dense["prefill_policy"], **room, chunk=taken, itemsize=itemsize
+            config, prefill_policy, dense["prefill_policy"], **room, chunk=taken, **numbers
         ),
-        decode=decode_temporaries(config, policy, dense["policy"], **room, itemsize=itemsize),
+        decode=decode_temporaries(config, policy, dense["policy"], **room, **numbers),
         programs=program_bytes(*dense["policy"], *dense["prefill_policy"]),
         loading=loading, loaded=loaded, available=available[0], place=available[1],
     )  # fmt: skip

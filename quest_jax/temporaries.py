@@ -14,6 +14,9 @@ a layer. With N = B T new tokens, E, F, H, K, D, V as in :mod:`quest_jax.models.
 * scoring, of C pages or keys: ``16 B H C``, for one token's choice of keys ``16 B K C``; of pages in more than one row
   also ``B K C c``, a copy of their metadata of c bytes.
 
+Quantised weights add the blocks of a matrix that are widened at a time, and in bfloat16 both sides of a product again,
+in float32.
+
 Decoding also samples: ``40 B V``, with top_p. A quarter is added for all that is not listed. The kernels of TPUs and
 GPUs need less, so there it is an upper estimate, not checked against a device.
 """
@@ -22,6 +25,7 @@ from collections.abc import Sequence
 
 from quest_jax.models.config import LlamaConfig
 from quest_jax.models.mlp import block_rows
+from quest_jax.models.quant_cpu import widened_nbytes
 from quest_jax.pallas_kernels.page_attention.contiguous import scores_are_few
 from quest_jax.policies.base import PagePolicy, Policy
 
@@ -38,6 +42,7 @@ def prefill_temporaries(
     chunk: int,
     page_size: int,
     itemsize: int,
+    quantized: bool = False,
 ) -> int:
     """Returns the estimated bytes of temporaries of one chunk of the prompt.
 
@@ -47,9 +52,11 @@ def prefill_temporaries(
       dense: which layers it always reads whole.
       batch, capacity, chunk, page_size: B, L, T, S.
       itemsize: bytes of a weight, and of a number in the cache.
+      quantized: the matrices are, and blocks of them are widened.
     """
     held, stage = _layers(config, policy, dense, batch, capacity, chunk, page_size, itemsize)
-    return _rounded(held + max(stage, 8 * batch * config.vocab_size))
+    widened = _widened(config, batch * chunk, batch, itemsize) if quantized else 0
+    return _rounded(held + max(stage, 8 * batch * config.vocab_size) + widened)
 
 
 def decode_temporaries(
@@ -61,10 +68,12 @@ def decode_temporaries(
     capacity: int,
     page_size: int,
     itemsize: int,
+    quantized: bool = False,
 ) -> int:
     """Returns the estimated bytes of temporaries of a decode step, sampling included; arguments as above."""
     held, stage = _layers(config, policy, dense, batch, capacity, 1, page_size, itemsize)
-    return _rounded(max(held + stage, 40 * batch * config.vocab_size))
+    widened = _widened(config, batch, batch, itemsize) if quantized else 0
+    return _rounded(max(held + stage, 40 * batch * config.vocab_size) + widened)
 
 
 def program_bytes(*dense: bool) -> int:
@@ -78,6 +87,22 @@ def program_bytes(*dense: bool) -> int:
 
 def _rounded(estimate: int) -> int:
     return estimate + estimate // 4
+
+
+def _widened(config: LlamaConfig, new: int, batch: int, itemsize: int) -> int:
+    """Bytes of the blocks of a quantised matrix in full precision; the output projection sees a row a prompt."""
+    hidden, width, experts = config.hidden_size, config.head_dim, config.experts
+    inner = config.intermediate_size if experts is None else experts.size
+    shapes = [(hidden, (config.n_heads + 2 * config.n_kv_heads) * width), (config.n_heads * width, hidden)]
+    shapes += [(hidden, 2 * inner), (inner, hidden)]
+    counts = {new} if experts is None else {new, 1, 16}  # an expert's may be few
+    layer = max(widened_nbytes(shape, -2, rows) for shape in shapes for rows in counts)
+    if itemsize < 4:  # the product is made in float32, of float32
+        layer += 4 * new * max(sum(shape) for shape in shapes)
+    head, axis = (hidden, config.vocab_size), -2
+    if config.tie_word_embeddings:
+        head, axis = head[::-1], -1
+    return max(layer, widened_nbytes(head, axis, batch))
 
 
 def _layers(

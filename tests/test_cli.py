@@ -75,6 +75,9 @@ def test_options_reach_the_generation(run, model):
     assert run(*options, "--temperature", 2.0, "--top-p", 1e-6)[1] == greedy
     assert run(*options, "--stop", greedy[3:5])[1] == greedy[: greedy.index(greedy[3:5])] + "\n"
     assert run(*options, "--dtype", "bfloat16")[0] == 0
+    made = generate(load(model, weights="int4"), [load_tokenizer(model).encode("a " * 100)], max_new_tokens=20)
+    text = load_tokenizer(model).decode(made.tokens[0, : made.lengths[0]].tolist())
+    assert run(*options, "--weights", "int4")[1] == text + "\n"
 
 
 def test_chat_wraps_the_prompt(run, model):
@@ -109,6 +112,9 @@ def test_plan_prints_a_table_or_json_from_a_config_alone(run, model, tmp_path):
     planned = json.loads(run(*options, "--json")[1])
     assert planned["weights"] == made.weights and planned["total"] == planned["needed"] == made.total
     assert json.loads(run(*options, "--json", "--dtype", "bfloat16")[1])["kv"] == made.kv // 2
+    made = quest_jax.plan(load(model, weights="int8"), 3, 1000, budget=64, prefill_budget=64)
+    assert json.loads(run(*options, "--json", "--weights", "int8")[1])["weights"] == made.weights
+    assert run(*options, "--weights", "int8")[1].startswith("3 x 1000 tokens, float32, int8 weights\n")
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -235,6 +241,13 @@ def test_eval_mass_and_needle_print_their_tables(run, model):
     assert code == 0 and "3 prompts" in out
     for rule in ("far", "random", "near", "strided", "last", "all"):
         assert f"{rule} " in out
+
+
+def test_eval_weights_prints_its_table(run, model):
+    code, out, _ = run("eval", "weights", "--model", model, "--tokens", 40)
+    assert code == 0 and all(part in out for part in ("against float32", "40 tokens", "int8", "int4", "NLL"))
+    code, out, _ = run("eval", "weights", "--model", model, "--tokens", 20, "--kinds", "int8", "--dtype", "bfloat16")
+    assert code == 0 and "against bfloat16" in out and "int4" not in out
 
 
 def test_eval_metadata_prints_its_table(run, model):

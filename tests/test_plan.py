@@ -16,6 +16,7 @@ from quest_jax.generate import _decode_block_jit
 from quest_jax.models.config import Experts
 from quest_jax.models.llama import abstract_weights
 from quest_jax.sampling import make_sampler
+from quest_jax.weights.quantize import quantize_tree
 from tests.models_for_tests import CONFIG, tiny
 
 
@@ -44,6 +45,23 @@ def test_weights_and_cache_are_those_of_the_arrays(options):
     assert alone.total == plan.total == alone.needed and alone.loading == max(w.nbytes for w in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_are_counted_as_they_are(kind, dtype):
+    params = quest_jax.quantize(tiny(jnp.dtype(dtype)), kind)
+    plan = quest_jax.plan(params, 2, 300)
+    assert plan.weights == nbytes(params.weights) and (plan.quantized, plan.dtype) == (kind, dtype)
+    alone = quest_jax.plan(CONFIG, 2, 300, dtype=dtype, weights=kind)
+    assert alone.total == plan.total == alone.needed and alone.weights == plan.weights
+    assert plan.kv == quest_jax.plan(CONFIG, 2, 300, dtype=dtype).kv
+    assert str(plan).startswith(f"2 x 300 tokens, {dtype}, {kind} weights\n")
+    assert plan.resized(batch=3).quantized == kind and quest_jax.plan(params, 2, 300, weights=kind).total == plan.total
+    with pytest.raises(ValueError, match=f"these weights are {kind}, got .*; pass their config to plan for others"):
+        quest_jax.plan(params, 2, 300, weights="int4" if kind == "int8" else "int8")
+    with pytest.raises(ValueError, match=f"these weights are {dtype}, got {kind}; pass their config"):
+        quest_jax.plan(tiny(jnp.dtype(dtype)), 2, 300, weights=kind)
+
+
 def test_norms_that_only_the_prompt_needs_are_counted():
     assert quest_jax.plan(CONFIG, 1, 512, prefill_budget=64).norms == CONFIG.n_layers * CONFIG.n_kv_heads * 512 * 4
     assert quest_jax.plan(CONFIG, 1, 512, budget=64).norms == 0
@@ -58,9 +76,9 @@ WINDOWS = LlamaConfig(1000, 512, 1024, 3, 8, 4, 64, 8192, windows=(4096, 0, 4096
 TOKENS = QuoKA(1024, granularity="token")
 
 
-def measured(config, batch, capacity, dtype, policy, prefill_policy, chunk):
+def measured(config, batch, capacity, dtype, policy, prefill_policy, chunk, kind=None):
     """Bytes of temporaries of the compiled prefill and decode programs; nothing is allocated."""
-    params = Params(abstract_weights(config, dtype), config)
+    params = Params(quantize_tree(abstract_weights(config, dtype), kind), config)
 
     def init():
         return DecodeState(
@@ -111,6 +129,20 @@ def test_temporaries_are_never_below_the_compiled_programs(
 ):
     plan = quest_jax.plan(config, batch, capacity, dtype=dtype, policy=policy, prefill_policy=prefill_policy)
     prefill, decode = measured(config, batch, capacity, dtype, policy, prefill_policy, plan.chunk)
+    assert prefill <= plan.prefill <= 3 * prefill
+    assert decode <= plan.decode <= 3 * decode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("config", "batch", "dtype"), [
+    (SMOL, 4, "float32"),
+    (LLAMA3, 1, "bfloat16"),
+    (DEEP, 24, "float32"),
+], ids=str)  # fmt: skip
+def test_widened_pieces_of_quantised_weights_are_planned(as_a_user, config, batch, dtype, kind):
+    plan = quest_jax.plan(config, batch, 2048, dtype=dtype, weights=kind)
+    prefill, decode = measured(config, batch, 2048, dtype, Dense(), Dense(), plan.chunk, kind)
     assert prefill <= plan.prefill <= 3 * prefill
     assert decode <= plan.decode <= 3 * decode
 
@@ -175,6 +207,7 @@ def test_a_process_peaks_where_the_plan_says(tmp_path):
     ((CONFIG, 1, 1.5), {}, TypeError, "max_len: expected an integer"),
     ((CONFIG, 1, 10), {"dtype": "int8"}, ValueError, 'dtype: expected "float32" or "bfloat16", got .int8'),
     ((CONFIG, 1, 10), {"dtype": "many"}, TypeError, "dtype: expected"),
+    ((CONFIG, 1, 10), {"weights": "int3"}, ValueError, 'weights: expected "int8", "int4" or None .*got .int3'),
     ((CONFIG, 1, 10), {"budget": 64, "policy": Quest(64)}, ValueError, "budget or policy, got both"),
     ((CONFIG, 1, 10), {"prefill_budget": 64, "chunk": 256}, ValueError, "chunk: expected 128"),
 ], ids=str)  # fmt: skip

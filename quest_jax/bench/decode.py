@@ -204,7 +204,7 @@ def step_rows(params: Params, length: int, capacity: int, budget: int, rounds: i
     Raises:
       MemoryError: the cache does not fit.
     """
-    dtype = params.weights["embed"].dtype.name
+    dtype = params.dtype.name
     length, whole = length - 64, length
     # The time does not depend on what the cache holds, so the rest of the context is declared, not computed.
     state = prefill(params, [[1] * 16], capacity=capacity, eos_token_ids=())

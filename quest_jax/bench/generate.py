@@ -66,7 +66,7 @@ def time_model(
       gguf: file for llama.cpp, None to leave that out.
       progress: told what is done.
     """
-    length, dtype = len(prompt), params.weights["embed"].dtype.name
+    length, dtype = len(prompt), params.dtype.name
     quoka = QuoKA(prefill_budget)
     first: dict[str, Timing] = {}
     if prompt_rounds:

@@ -16,12 +16,19 @@ import quest_jax
 
 
 def measure(
-    model: str, batch: int, max_len: int, dtype: str, *, prompt: int | None = None, **options
+    model: str,
+    batch: int,
+    max_len: int,
+    dtype: str,
+    weights: str | None = None,
+    *,
+    prompt: int | None = None,
+    **options,
 ) -> dict[str, int]:
     """Loads a model, reads prompts that fill ``max_len`` but for a few tokens, and writes these, in a fresh process.
 
     Args:
-      model, dtype: as for :func:`quest_jax.load`.
+      model, dtype, weights: as for :func:`quest_jax.load`.
       batch, max_len, options: as for :func:`quest_jax.plan`.
       prompt: tokens of the prompts, if they are not to fill the cache, all of which is resident all the same.
 
@@ -36,7 +43,8 @@ def measure(
     """
     if sys.platform not in ("linux", "darwin"):
         raise NotImplementedError(f"measuring memory: expected Linux or macOS, which count it, got {sys.platform}.")
-    job = {"model": model, "batch": batch, "max_len": max_len, "dtype": dtype, "prompt": prompt, "options": options}
+    job = {"model": model, "batch": batch, "max_len": max_len, "dtype": dtype, "weights": weights}
+    job |= {"prompt": prompt, "options": options}
     command = [sys.executable, "-m", "quest_jax.bench.memory", json.dumps(job)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -63,7 +71,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     jax.block_until_ready(jax.jit(lambda x: x + 1)(np.zeros(1)))
     measured = {"baseline": _peak()}
-    params = quest_jax.load(job["model"], dtype=job["dtype"])
+    params = quest_jax.load(job["model"], dtype=job["dtype"], weights=job["weights"])
     measured["loaded"] = _peak()
     new = min(8, job["max_len"] - 1)
     shape = (job["batch"], job["prompt"] or job["max_len"] - new)

@@ -67,7 +67,7 @@ def step_bytes(params: Params, length: int, budget: int | None, dense_layers: in
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
     weights -= 0 if config.tie_word_embeddings else embedding.nbytes
     shape = shape_of(config)
-    dtype = embedding.dtype.name
+    dtype = params.dtype.name
     dense = dense_bytes(shape, length, dtype)
     sparse = dense if budget is None else quest_bytes(shape, length, dtype, budget)
     whole = min(dense_layers, config.n_layers)

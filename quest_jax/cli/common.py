@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from quest_jax import Params, Tokenizer
 
 Dtype = Literal["float32", "bfloat16"]
+Weights = Literal["int8", "int4"]
 
 
 def keep_programs(console: "Console") -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from quest_jax.cli.common import Dtype, keep_programs
+from quest_jax.cli.common import Dtype, Weights, keep_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Demo:
       max_new_tokens: length of the answer.
       page_size: tokens in a page of the cache.
       dtype: of the weights and the cache.
+      weights: round the matrices to integers of 8 or 4 bits.
       no_compilation_cache: compile everything anew, and keep no compiled program for the next run; see generate.
     """
 
@@ -31,6 +32,7 @@ class Demo:
     max_new_tokens: int = 8
     page_size: int = 16
     dtype: Dtype = "float32"
+    weights: Weights | None = None
     no_compilation_cache: bool = False
 
     def run(self) -> int:
@@ -47,6 +49,6 @@ class Demo:
         run_demo(
             self.model, Fact(answer=self.answer), tokens=self.tokens, depth=self.depth, budgets=self.budgets,
             prefill_budget=self.prefill_budget, max_new_tokens=self.max_new_tokens, page_size=self.page_size,
-            dtype=self.dtype, out=Console(), err=console,
+            dtype=self.dtype, weights=self.weights, out=Console(), err=console,
         )  # fmt: skip
         return 0

@@ -1,8 +1,9 @@
-"""``quest-jax eval``: passkey, mass, needle, metadata."""
+"""``quest-jax eval``: passkey, mass, needle, metadata, weights."""
 
 import dataclasses
 
 from quest_jax.cli.common import Dtype, load_both
+from quest_jax.cli.common import Weights as Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,4 +203,39 @@ class Metadata:
         return 0
 
 
-COMMANDS = {"passkey": Passkey, "mass": Mass, "needle": Needle, "metadata": Metadata}
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Measure what weights in 8 and 4 bits change in a model's next tokens on prose.
+
+    Differences of single logits, largest and root mean square; divergence of the distributions; how often the likeliest
+    token is the same; and the mean negative log-likelihood of the text.
+
+    Attributes:
+      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
+      tokens: length of the text, of Moby-Dick.
+      kinds: of quantised weights, int8 or int4.
+      dtype: of the weights they are held against, and of the cache.
+    """
+
+    model: str = "smollm2-135m"
+    tokens: int = 1024
+    kinds: tuple[Kind, ...] = ("int8", "int4")
+    dtype: Dtype = "float32"
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+
+        from quest_jax.evals import mass, weights
+        from quest_jax.progress import counting, stderr_console
+
+        console = stderr_console()
+        params, tokenizer = load_both(self.model, self.dtype, console)
+        ids = mass.prose(tokenizer, self.tokens)
+        with counting("models", console) as progress:
+            nll, found = weights.run(params, ids, self.kinds, progress=progress)
+        Console().print(weights.table(params, nll, found, self.tokens))
+        return 0
+
+
+COMMANDS = {"passkey": Passkey, "mass": Mass, "needle": Needle, "metadata": Metadata, "weights": Weights}

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from quest_jax.cli.common import Dtype, keep_programs
+from quest_jax.cli.common import Dtype, Weights, keep_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Generate:
       stop: end before this text appears.
       page_size: tokens in a page of the cache.
       dtype: of the weights and the cache.
+      weights: round the matrices to integers of 8 or 4 bits.
       no_compilation_cache: compile everything anew, and keep no compiled program; else they are kept in
         ~/.cache/quest_jax/compiled (or the platform's folder, or JAX_COMPILATION_CACHE_DIR) for the next run.
     """
@@ -52,6 +53,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     page_size: int = 16
     dtype: Dtype = "float32"
+    weights: Weights | None = None
     no_compilation_cache: bool = False
 
     def run(self) -> int:
@@ -67,7 +69,7 @@ class Generate:
             keep_programs(console)
         with working(f"loading {self.model}", console):
             tokenizer = load_tokenizer(self.tokenizer or self.model)
-            params = load(self.model, dtype=self.dtype)
+            params = load(self.model, dtype=self.dtype, weights=self.weights)
         if self.chat:
             system = [{"role": "system", "content": self.system}] if self.system is not None else []
             ids = tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])

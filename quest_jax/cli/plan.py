@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from quest_jax.cli.common import Dtype
+from quest_jax.cli.common import Dtype, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Plan:
       page_size: tokens in a page of the cache.
       chunk: tokens of a prefill step.
       dtype: of the weights and the cache.
+      weights: round the matrices to integers of 8 or 4 bits.
       json: print bytes as JSON instead of the table.
       measure: also run it, with a prompt of random tokens in a process of its own, and show the peak of its memory
         beside the plan. Needs the weights; a prompt of 32K takes minutes.
@@ -33,6 +34,7 @@ class Plan:
     page_size: int = 16
     chunk: int | None = None
     dtype: Dtype = "float32"
+    weights: Weights | None = None
     json: bool = False
     measure: bool = False
 
@@ -44,14 +46,19 @@ class Plan:
             budget=self.budget, prefill_budget=self.prefill_budget, page_size=self.page_size, chunk=self.chunk
         )
         planned = quest_jax.plan(
-            quest_jax.load_config(self.model), self.batch, self.max_len, dtype=self.dtype, **options
+            quest_jax.load_config(self.model),
+            self.batch,
+            self.max_len,
+            dtype=self.dtype,
+            weights=self.weights,
+            **options,
         )
         measured = {}
         if self.measure:
             from quest_jax.bench import memory
 
             planned.check()
-            measured = memory.measure(self.model, self.batch, self.max_len, self.dtype, **options)
+            measured = memory.measure(self.model, self.batch, self.max_len, self.dtype, self.weights, **options)
         if self.json:
             print(json.dumps(planned.bytes() | measured, indent=2))
             return 0

@@ -57,7 +57,7 @@ def capture(params: Params, ids: Sequence[int], page_size: int = 16) -> Captured
         )
     state = init_attention(
         config.n_layers, config.n_kv_heads, config.head_dim, batch=1, capacity=width, page_size=page_size,
-        policy=QuoKA(budget=page_size), dtype=params.weights["embed"].dtype,
+        policy=QuoKA(budget=page_size), dtype=params.dtype,
     )  # fmt: skip
     tokens = jnp.zeros((1, width), jnp.int32).at[0, : len(ids)].set(jnp.asarray(list(ids)))
     queries, state = _run(params, tokens, jnp.array([len(ids)]), state)

@@ -3,7 +3,7 @@
 It knows nothing of caches; attention is handed in. What sets a family apart is a field of
 :class:`~quest_jax.models.config.LlamaConfig`.
 
-The weight tree (``Params.weights``), all of one dtype, matrices ``[in, out]``:
+The weight tree (``Params.weights``), all of one dtype, that of ``norm``, matrices ``[in, out]``:
 
     embed                [V, E]              rows by token id; also the output projection when tied
     layer_<i>/attn_norm  [E]
@@ -27,6 +27,8 @@ and by the field of the config that asks for it:
     layer_<i>/experts_gate_up  [X, E, 2 F]   experts_gate_up_bias [X, 2 F], experts_down_bias [X, E] where biased
     layer_<i>/experts_down     [X, F, E]
 
+Embedding and matrices, but not the router, may each be a :class:`~quest_jax.models.quant.QuantArray` of that shape.
+
 Letters: B batch, T tokens, E hidden, F MLP, V vocabulary, H query heads, K key/value heads, D head dim.
 Query head h reads key/value head ``h // (H / K)``.
 
@@ -38,6 +40,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -45,7 +48,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from quest_jax.models.config import LlamaConfig
 from quest_jax.models.mlp import gated, mix_experts
-from quest_jax.models.numbers import matmul, rms_norm
+from quest_jax.models.numbers import matmul, rms_norm, take_rows
+from quest_jax.models.quant import QuantArray
 from quest_jax.models.rope import apply_rope, rope_rotation
 
 Attend = Callable[..., tuple[Array, Any]]
@@ -96,7 +100,7 @@ def apply(
       rope_lengths: sequence length per row for dynamic NTK RoPE (ignored otherwise); None means max(positions) + 1.
 
     Returns:
-      Hidden states after the final norm, in the dtype of the weights, and the state of the last ``attend``.
+      Hidden states after the final norm, in the dtype of the norms, and the state of the last ``attend``.
 
     Raises:
       ValueError: while tracing, when ``attend`` returns another shape than that of its queries.
@@ -115,7 +119,7 @@ def apply(
       >>> hidden.shape, layers, project_logits(weights, config, hidden).shape
       ((1, 3, 8), 2, (1, 3, 16))
     """
-    module = _Llama(config, weights["embed"].dtype)
+    module = _Llama(config, weights["norm"].dtype)
     hidden, state = module.apply({"params": weights}, tokens, positions, attend, state, rope_lengths)
     return hidden, state
 
@@ -128,6 +132,16 @@ def project_logits(
         if config.tie_word_embeddings:
             return matmul(hidden, weights["embed"], jnp.float32, contract=1)
         return matmul(hidden, weights["lm_head"], jnp.float32)
+
+
+def _matrix(module: Any, name: str, *shape: int) -> Array | QuantArray:
+    """A matrix of ``module``; Linen would compare the shapes of the parts of a quantised one."""
+    stored = module.get_variable("params", name)
+    if not isinstance(stored, QuantArray):
+        return module.param(name, nn.initializers.normal(0.02), shape, module.dtype)
+    if stored.shape != shape:
+        raise flax.errors.ScopeParamShapeError(name, "/".join(module.path), stored.shape, shape)
+    return stored
 
 
 class _Block(nn.Module):
@@ -201,7 +215,7 @@ class _Block(nn.Module):
         return mix_experts(normed, matrices, experts, config.activation)
 
     def _matrix(self, name, *shape):
-        return self.param(name, nn.initializers.normal(0.02), shape, self.dtype)
+        return _matrix(self, name, *shape)
 
     def _bias(self, name, *shape):
         return self.param(name, nn.initializers.zeros, shape, self.dtype)
@@ -222,14 +236,13 @@ class _Llama(nn.Module):
     def __call__(self, tokens, positions, attend: Attend, state, rope_lengths=None):
         config = self.config
         vocab, hidden = config.vocab_size, config.hidden_size
-        normal = nn.initializers.normal(0.02)
-        embed = self.param("embed", normal, (vocab, hidden), self.dtype)
+        embed = _matrix(self, "embed", vocab, hidden)
         norm = self.param("norm", nn.initializers.constant(1 - config.norm_offset), (hidden,), self.dtype)
         if not config.tie_word_embeddings:
-            self.param("lm_head", normal, (hidden, vocab), self.dtype)  # read by project_logits
+            _matrix(self, "lm_head", hidden, vocab)  # read by project_logits
 
         with jax.named_scope("embed"):
-            x = embed.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+            x = take_rows(embed, tokens, self.dtype)
             if config.embed_scale != 1:
                 x = x * jnp.asarray(config.embed_scale, x.dtype)
         with jax.named_scope("rope"):

@@ -9,6 +9,9 @@ from jaxtyping import Array, Float
 
 from quest_jax.models.config import Activation, Experts
 from quest_jax.models.numbers import matmul
+from quest_jax.models.quant import QuantArray
+
+Matrix = Array | QuantArray
 
 # GPT-OSS: a SwiGLU with a steeper sigmoid, its inputs clamped, and one added to what is gated.
 _STEEPNESS, _LIMIT = 1.702, 7.0
@@ -27,7 +30,7 @@ def gated(gate_up: Float[Array, "*batch F2"], activation: Activation) -> Float[A
 
 
 def mix_experts(
-    x: Float[Array, "B T E"], matrices: Mapping[str, Array], experts: Experts, activation: Activation
+    x: Float[Array, "B T E"], matrices: Mapping[str, Matrix], experts: Experts, activation: Activation
 ) -> Float[Array, "B T E"]:
     """Sends every token through its best experts, and adds up what they give by the router's weights.
 
@@ -40,9 +43,12 @@ def mix_experts(
     """
     rows = x.reshape(-1, x.shape[-1])
     weights, chosen = _route(rows, matrices, experts)  # [N, k]
-    # XLA's CPU backend multiplies every row with every expert to give a ragged product.
-    cpu, others = (functools.partial(form, activation=activation) for form in (_blocked, _ragged))
-    mixed = jax.lax.platform_dependent(rows, chosen, dict(matrices), cpu=cpu, default=others)
+    blocked, ragged = (functools.partial(form, activation=activation) for form in (_blocked, _ragged))
+    if isinstance(matrices["gate_up"], QuantArray):  # a ragged product would need every expert in full precision
+        mixed = blocked(rows, chosen, matrices)
+    else:
+        # XLA's CPU backend multiplies every row with every expert to give a ragged product.
+        mixed = jax.lax.platform_dependent(rows, chosen, dict(matrices), cpu=blocked, default=ragged)
     return (mixed * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
 
 
@@ -68,10 +74,14 @@ def _route(rows, matrices, experts):
 
 def _expert(rows, expert, matrices, activation):
     """Rows ``[n, E]`` through one expert."""
-    inner = matmul(rows, matrices["gate_up"][expert])
+    inner = matmul(rows, _of(matrices["gate_up"], expert))
     inner = inner + matrices["gate_up_bias"][expert] if "gate_up_bias" in matrices else inner
-    out = matmul(gated(inner, activation).astype(rows.dtype), matrices["down"][expert])
+    out = matmul(gated(inner, activation).astype(rows.dtype), _of(matrices["down"], expert))
     return out + matrices["down_bias"][expert] if "down_bias" in matrices else out
+
+
+def _of(stack: Matrix, expert: Array) -> Matrix:
+    return stack.at_first(expert) if isinstance(stack, QuantArray) else stack[expert]
 
 
 def _blocked(rows, chosen, matrices, activation):

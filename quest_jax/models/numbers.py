@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from quest_jax.models import quant_cpu
+from quest_jax.models.quant import QuantArray
+
 
 def rms_norm(x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
     """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last axis, in float32; keeps the dtype of ``x``."""
@@ -14,12 +17,14 @@ def rms_norm(x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
     return (wide * scale * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
 
 
-def matmul(x: Array, weight: Array, dtype: Any = None, *, contract: int = 0) -> Array:
+def matmul(x: Array, weight: Array | QuantArray, dtype: Any = None, *, contract: int = 0) -> Array:
     """``x [..., n]`` times axis ``contract`` of ``weight``; the result in ``dtype``, or that of ``x``.
 
     A float32 product is asked for at full precision: by default a TPU rounds both sides to bfloat16 and a GPU to
     TF32, which loses 4 of the 7 digits and with them every promise about equal logits. Who wants speed takes bfloat16.
     """
+    if isinstance(weight, QuantArray):
+        return _quantized(x, weight, dtype or x.dtype)
 
     def product(x: Array, weight: Array) -> Array:
         return jax.lax.dot_general(
@@ -46,3 +51,23 @@ def matmul(x: Array, weight: Array, dtype: Any = None, *, contract: int = 0) -> 
         on_cpu = two_rows if weight.dtype == jnp.bfloat16 else product
         return jax.lax.platform_dependent(x, weight, cpu=on_cpu, cuda=same_row_twice, default=product)
     return product(x, weight)
+
+
+def take_rows(weight: Array | QuantArray, index: Array, dtype: Any) -> Array:
+    """Rows of an embedding in ``dtype``, of NaN where the index is out of range."""
+    if isinstance(weight, QuantArray):
+        return weight.at_first(index).dequantize(dtype)
+    return weight.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False).astype(dtype)
+
+
+def _quantized(x: Array, weight: QuantArray, dtype: Any) -> Array:
+    def anywhere(x: Array, weight: QuantArray) -> Array:
+        """Integers are exact in bfloat16 too; one scale a column commutes with the sum."""
+        contract = weight.axis + 2
+        if weight.kind == "int8":
+            return matmul(x, weight.values.astype(x.dtype), jnp.float32, contract=contract) * weight.scales.reshape(-1)
+        return matmul(x, weight.dequantize(x.dtype), jnp.float32, contract=contract)
+
+    rows = x.reshape(-1, x.shape[-1])
+    made = jax.lax.platform_dependent(rows, weight, cpu=quant_cpu.product, default=anywhere)
+    return made.astype(dtype).reshape(*x.shape[:-1], made.shape[-1])

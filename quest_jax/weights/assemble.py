@@ -2,7 +2,8 @@
 
 A checkpoint keeps q, k, v and gate, up apart and stores matrices ``[out, in]``; the tree fuses and transposes them
 (:mod:`quest_jax.models.llama`). Each array of the tree is filled on the host in its target dtype, a few rows at a
-time, and handed to the device before the next one starts: peak memory is the model plus its largest array.
+time, and handed to the device before the next one starts: peak memory is the model plus its largest array. An array
+that is to be quantised is filled in float32 and rounded once: the peak is the quantised model plus such an array.
 """
 
 import math
@@ -16,8 +17,10 @@ import numpy as np
 from quest_jax.memory import check_memory
 from quest_jax.models.config import LlamaConfig
 from quest_jax.models.llama import abstract_weights
+from quest_jax.models.quant import QuantArray, QuantKind
 from quest_jax.models.rope import attention_scaling, inverse_frequencies
 from quest_jax.params import Params
+from quest_jax.weights.quantize import quantize_array, quantize_tree
 from quest_jax.weights.stored import StoredTensor
 
 _FUSED = {
@@ -86,30 +89,57 @@ def match_tensors(
     return {key: stored[name] for key, (name, _) in shapes.items()}
 
 
-def assemble(config: LlamaConfig, dtype: np.dtype, tensors: Mapping[str, StoredTensor], where: str) -> Params:
+def assemble(
+    config: LlamaConfig,
+    dtype: np.dtype,
+    tensors: Mapping[str, StoredTensor],
+    where: str,
+    weights: QuantKind | None = None,
+) -> Params:
     """Reads the tensors of :func:`match_tensors` into the weight tree, on JAX's default device.
 
     Raises:
       MemoryError: they do not fit; raised before the first is read.
-      ValueError: a RoPE whose frequencies cannot be computed, or a file that ends early.
+      ValueError: a RoPE whose frequencies cannot be computed, a file that ends early, or quantised weights that are
+        not finite.
     """
     check_rope(config, where)
-    abstract = abstract_weights(config, dtype)
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)]
-    check_memory(sum(sizes), max(sizes), where)
+    abstract = quantize_tree(abstract_weights(config, dtype), weights)
+    check_memory(*load_bytes(abstract), where)
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct | QuantArray) -> Any:
         *layer, name = (key.key for key in path)
         keys = ["/".join([*layer, part]) for part in _FUSED.get(name, (name,))]
-        buffer = np.empty(leaf.shape, leaf.dtype)
+        buffer = np.empty(leaf.shape, np.float32 if isinstance(leaf, QuantArray) else leaf.dtype)
         if name.startswith(_OF_EXPERTS):
             for expert in range(len(buffer)):
                 _fill(buffer[expert].T, [tensors[f"{key}/{expert}"] for key in keys], config.head_dim)
         else:
             _fill(buffer if name == "embed" else buffer.T, [tensors[key] for key in keys], config.head_dim)
-        return _to_device(buffer)
+        if not isinstance(leaf, QuantArray):
+            return _to_device(buffer)
+        made = quantize_array(buffer, leaf.kind, leaf.axis, f"{where}: {'/'.join([*layer, name])}")
+        del buffer
+        return jax.tree.map(_to_device, made)
 
-    return Params(weights=jax.tree_util.tree_map_with_path(place, abstract), config=config)
+    filled = jax.tree_util.tree_map_with_path(place, abstract, is_leaf=_is_quantized)
+    return Params(weights=filled, config=config)
+
+
+def load_bytes(abstract: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of all weights, and the most that loading one of them takes on the host."""
+    leaves = jax.tree.leaves(abstract, is_leaf=_is_quantized)
+    sizes = [_nbytes(leaf) for leaf in leaves]
+    wide = [4 * math.prod(leaf.shape) if isinstance(leaf, QuantArray) else 0 for leaf in leaves]
+    return sum(sizes), max(size + more for size, more in zip(sizes, wide, strict=True))
+
+
+def _nbytes(leaf: Any) -> int:
+    return leaf.nbytes if isinstance(leaf, QuantArray) else leaf.size * leaf.dtype.itemsize
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantArray)
 
 
 def check_rope(config: LlamaConfig, where: str) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of this library: an Orbax checkpoint of the weights, and the config beside it as JSON.
 
-* ``<path>/quest_jax.json``: ``{"format": 1, "config": {...}}``
-* ``<path>/weights/``: Orbax
+* ``<path>/quest_jax.json``: ``{"format": 1, "config": {...}}``, and ``"weights": "int8"`` where they are quantised
+* ``<path>/weights/``: Orbax; of a quantised matrix its ``values`` and ``scales``
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,10 +20,12 @@ import numpy as np
 from quest_jax.memory import check_memory
 from quest_jax.models.config import Activation, Experts, LlamaConfig, RopeConfig, RopeKind, RouterKind
 from quest_jax.models.llama import abstract_weights
+from quest_jax.models.quant import QuantArray, QuantKind
 from quest_jax.params import Params
 from quest_jax.weights.assemble import check_rope, target_dtype
 from quest_jax.weights.checkpoint_arrays import check_array_headers
 from quest_jax.weights.fields import Fields, shown
+from quest_jax.weights.quantize import as_quant_kind, quantize, quantize_tree
 from quest_jax.weights.strict_json import read_json
 
 MARKER = "quest_jax.json"
@@ -53,9 +55,10 @@ def save_checkpoint(params: Params, path: str | os.PathLike[str], *, overwrite: 
         fresh = pathlib.Path(folder) / "new"
         fresh.mkdir()
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(fresh / _WEIGHTS, params.weights)
+            checkpointer.save(fresh / _WEIGHTS, _plain(params.weights))
             checkpointer.wait_until_finished()
         header = {"format": _FORMAT, "config": dataclasses.asdict(params.config)}
+        header |= {} if params.quantized is None else {"weights": params.quantized}
         (fresh / MARKER).write_text(json.dumps(header, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         old = pathlib.Path(folder) / "old"  # removed with the folder
         if existing:
@@ -68,30 +71,52 @@ def save_checkpoint(params: Params, path: str | os.PathLike[str], *, overwrite: 
             raise
 
 
-def load_checkpoint(path: str | os.PathLike[str], dtype: np.dtype | None = None) -> Params:
+def load_checkpoint(
+    path: str | os.PathLike[str], dtype: np.dtype | None = None, weights: QuantKind | None = None
+) -> Params:
     """Restores what :func:`save_checkpoint` wrote, on JAX's default device, whatever devices it was written from.
 
     Args:
       path: the directory.
       dtype: convert to it; None keeps the dtype of the checkpoint, bit for bit.
+      weights: quantise the matrices, once all are restored; None keeps them as they are.
 
     Raises:
-      ValueError: a damaged checkpoint, or one whose config and weights contradict each other.
+      ValueError: a damaged checkpoint, one whose config and weights contradict each other, or whose weights are
+        quantised in another way.
       MemoryError: the weights do not fit; raised before any is read.
     """
     import orbax.checkpoint as ocp
 
     path = _target(path)
-    config = read_checkpoint_config(path / MARKER)
+    config, kind = _read_header(path / MARKER)
+    if kind is not None and weights not in (None, kind):
+        raise ValueError(
+            f"{path}: weights: these are {kind}, got {weights}; load the original with weights={weights!r}."
+        )
     with ocp.StandardCheckpointer() as checkpointer:
         with _naming(path):
             check_array_headers(path / _WEIGHTS)
             stored = checkpointer.metadata(path / _WEIGHTS).item_metadata.tree
-            saved_dtype = stored["embed"].dtype
-        target = _restore_target(config, stored, target_dtype(saved_dtype) if dtype is None else dtype, path)
+            saved_dtype = stored["norm"].dtype
+        target = _restore_target(config, stored, target_dtype(saved_dtype) if dtype is None else dtype, kind, path)
         with _naming(path):
-            weights = checkpointer.restore(path / _WEIGHTS, target)
-    return Params(weights=weights, config=config)
+            restored = checkpointer.restore(path / _WEIGHTS, _plain(target))
+    params = Params(weights=_map(lambda leaf, parts: leaf.replace(**parts), target, restored), config=config)
+    return params if weights is None or kind is not None else quantize(params, weights)
+
+
+def _map(function: Callable[..., Any], weights: Any, *others: Any) -> Any:
+    """The tree with its quantised matrices replaced, and all else as in the last of the trees."""
+
+    def convert(leaf: Any, *parts: Any) -> Any:
+        return function(leaf, *parts) if isinstance(leaf, QuantArray) else (leaf, *parts)[-1]
+
+    return jax.tree.map(convert, weights, *others, is_leaf=lambda node: isinstance(node, QuantArray))
+
+
+def _plain(weights: Any) -> Any:
+    return _map(lambda leaf: {"values": leaf.values, "scales": leaf.scales}, weights)
 
 
 @contextlib.contextmanager
@@ -105,7 +130,9 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
         raise ValueError(f"{path}: the checkpoint is damaged or does not fit {MARKER}: {first_line}") from error
 
 
-def _restore_target(config: LlamaConfig, stored: Any, dtype: np.dtype, path: pathlib.Path) -> dict[str, Any]:
+def _restore_target(
+    config: LlamaConfig, stored: Any, dtype: np.dtype, kind: QuantKind | None, path: pathlib.Path
+) -> dict[str, Any]:
     """What to restore and where to put it, once the config is known to fit what is stored."""
     layers = sum(name.startswith("layer_") for name in stored)
     if config.n_layers != layers:  # before work that grows with it
@@ -115,8 +142,8 @@ def _restore_target(config: LlamaConfig, stored: Any, dtype: np.dtype, path: pat
     if config.head_dim > largest:
         raise ValueError(f"{path}: the config says head_dim {config.head_dim}, the largest size stored is {largest}.")
     check_rope(config, str(path))  # allocates a head's frequencies
-    abstract = abstract_weights(config, dtype)
-    expected, actual = _shapes(abstract), stored_shapes
+    abstract = quantize_tree(abstract_weights(config, dtype), kind)
+    expected, actual = _shapes(_plain(abstract)), stored_shapes
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(
@@ -151,10 +178,11 @@ def _check_params(params: Params) -> None:
     if not isinstance(params, Params):
         raise TypeError(f"params: expected quest_jax Params, as quest_jax.load returns, got {type(params).__name__}.")
     embed = params.weights.get("embed") if isinstance(params.weights, dict) else None
-    if not isinstance(embed, jax.Array | np.ndarray):
+    if not isinstance(embed, jax.Array | np.ndarray | QuantArray):
         raise ValueError("params.weights: expected a dict with the array 'embed' and the others of models/llama.py.")
-    dtype = target_dtype(embed.dtype)
-    expected = dict(_described(abstract_weights(params.config, dtype)))
+    typed = params.weights.get("norm") if isinstance(embed, QuantArray) else embed
+    dtype = target_dtype(getattr(typed, "dtype", jnp.float32))
+    expected = dict(_described(quantize_tree(abstract_weights(params.config, dtype), params.quantized)))
     actual = dict(_described(params.weights))
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
@@ -174,6 +202,10 @@ def _described(weights: Any) -> list[tuple[str, str]]:
 
 def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
     """Reads the file ``MARKER``; raises ValueError where it is damaged."""
+    return _read_header(path)[0]
+
+
+def _read_header(path: pathlib.Path) -> tuple[LlamaConfig, QuantKind | None]:
     header = read_json(path)
     if header.get("format") != _FORMAT:
         raise ValueError(
@@ -191,7 +223,7 @@ def read_checkpoint_config(path: pathlib.Path) -> LlamaConfig:
             parts[name] = None if part is None else kind(**_arguments(kind, part, path))
         eos = Fields(values, str(path)).ids("eos_token_ids") or ()
         arguments: dict[str, Any] = {**_arguments(LlamaConfig, values, path), **parts, "eos_token_ids": eos}
-        return LlamaConfig(**arguments)
+        return LlamaConfig(**arguments), as_quant_kind(header.get("weights"))
     except (NotImplementedError, ValueError) as error:
         raise error if str(error).startswith(str(path)) else type(error)(f"{path}: {error}") from error
 

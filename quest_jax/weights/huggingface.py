@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from quest_jax.models.config import LlamaConfig
+from quest_jax.models.quant import QuantKind
 from quest_jax.params import Params
 from quest_jax.weights import mxfp4
 from quest_jax.weights.assemble import assemble, match_tensors
@@ -23,12 +24,13 @@ _COMPUTED = ".rotary_emb.inv_freq"  # old checkpoints store what the config alre
 _COMPARED_ROWS = 4096
 
 
-def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype) -> Params:
+def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype, weights: QuantKind | None = None) -> Params:
     """Loads a directory as ``save_pretrained`` writes it: ``config.json`` and safetensors, one file or sharded.
 
     Args:
       directory: holds the files; :func:`fetch_repository` makes one of a repo id.
       dtype: float32 or bfloat16, see :func:`quest_jax.weights.assemble.target_dtype`.
+      weights: quantise the matrices, whatever the files have them in.
 
     Raises:
       ValueError: a missing or damaged file, tensors that do not fit the config, or an unknown config key.
@@ -48,7 +50,7 @@ def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype) -> Para
     if family.views is not None:
         stored = family.views(config, stored, where)
     names = {**LLAMA_NAMES, **family.names}
-    return assemble(config, dtype, match_tensors(config, names, stored, where), where)
+    return assemble(config, dtype, match_tensors(config, names, stored, where), where, weights)
 
 
 def _stored(entries: dict[str, TensorEntry]) -> dict[str, StoredTensor]:

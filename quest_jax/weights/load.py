@@ -12,9 +12,10 @@ from quest_jax.weights.checkpoint import MARKER, load_checkpoint, read_checkpoin
 from quest_jax.weights.gguf import load_gguf, read_gguf_config
 from quest_jax.weights.huggingface import load_huggingface, read_huggingface_config
 from quest_jax.weights.locate import locate
+from quest_jax.weights.quantize import as_quant_kind
 
 
-def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None) -> Params:
+def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, weights: Any = None) -> Params:
     """Loads a Llama model.
 
     Args:
@@ -23,13 +24,17 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None) -> Params:
         wins over a repo id; write ``./smollm2-135m`` for a directory of that name.
       dtype: of all weights, ``float32`` or ``bfloat16``, as a name or a dtype. None: the dtype a checkpoint of
         :func:`save` has, and float32 for the other formats, which mix dtypes.
+      weights: ``"int8"`` or ``"int4"`` keeps the matrices in that many bits, about a fourth and a sixth of float32, see
+        :func:`quest_jax.quantize`; all else, and what is computed, is in ``dtype``. They are rounded one by one while
+        they are read. None: as they are, which in a checkpoint of :func:`save` may be quantised.
 
     Returns:
       Weights on JAX's default device, and their config.
 
     Raises:
       FileNotFoundError: no such path, and not a name known here.
-      ValueError: a damaged file, contents that contradict each other, an unknown config key, or another dtype.
+      ValueError: a damaged file, contents that contradict each other, an unknown config key, another dtype, or other
+        ``weights`` than those that a checkpoint has.
       TypeError: arguments of the wrong type.
       NotImplementedError: a model this library does not compute; the message names what it is about.
       ImportError: GGUF without the extra ``gguf``.
@@ -37,14 +42,15 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None) -> Params:
       RuntimeError, ConnectionError: fetching the model failed.
 
     Example:
-      ``params = quest_jax.load("smollm2-135m", dtype="bfloat16")``
+      ``params = quest_jax.load("smollm2-135m", dtype="bfloat16", weights="int8")``
     """
+    quantized = as_quant_kind(weights)
     wanted = None if dtype is None else target_dtype(dtype)
     kind, path = locate(name_or_path)
     if kind == "checkpoint":
-        return load_checkpoint(path, wanted)
+        return load_checkpoint(path, wanted, quantized)
     read = load_gguf if kind == "gguf" else load_huggingface
-    return read(path, target_dtype(jnp.float32) if wanted is None else wanted)
+    return read(path, target_dtype(jnp.float32) if wanted is None else wanted, quantized)
 
 
 def load_config(name_or_path: str | os.PathLike[str]) -> LlamaConfig:
