@@ -30,7 +30,8 @@ class PageReads(struct.PyTreeNode):
 
     Attributes:
       read: int32, pages of keys and values, summed over the lists (per KV head, or per query head).
-      live: int32, pages that hold tokens, summed over the KV heads: what dense attention reads.
+      live: int32, pages that hold tokens, summed over the KV heads: what dense attention reads; in a layer with a
+        window, the pages of that.
       scored: int32, pages (by min and max) or keys that were scored, summed over the KV heads; 0 without selection.
       whole: bool, no page was left out.
 
@@ -199,10 +200,12 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
         raise ValueError(f"attend: expected a layer in [0, {len(cache.kv)}), got {layer!r}.")
     if q.shape[:2] != k.shape[:2]:
         raise ValueError(f"attend: expected q and k of the same rows and tokens, got {q.shape} and {k.shape}.")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"attend: expected a window of at least 1 token or None, got {window!r}.")
-    if sinks is not None and jnp.shape(sinks) != (q.shape[2],):
-        raise ValueError(f"attend: expected sinks [{q.shape[2]}], one a query head, got {jnp.shape(sinks)}.")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"attend: expected a window of at least 1 token, a static integer, or None, got {window!r}.")
+    window = None if window is None else int(window)
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise ValueError(f"attend: expected sinks [{q.shape[2]}], one a query head, got {sinks.shape}.")
     if window is not None and window >= state.cache.capacity:
         window, policy = None, Dense()  # sees everything, and is not sparsified
     dense = window is None and policy.is_dense(int(layer), state.view(int(layer)))
@@ -274,10 +277,9 @@ def _attend_window(window, unit, q, view, implementation):
         q, view.kv, view.starts, view.lengths, view.page_table,
         pages=pages, counts=jnp.broadcast_to(counts[:, None], lists), window=window, implementation=implementation,
     )  # fmt: skip
-    # Counted in what the policy of the other layers lists, pages or tokens.
-    listed = jnp.minimum(counts * (page_size // unit), -(-view.lengths // unit))
-    live = -(-view.lengths // unit)
-    return attended, PageReads(listed * kv_heads, live * kv_heads, jnp.zeros_like(live), listed == live)
+    # Counted in what the policy of the other layers lists, pages or tokens. Dense attention would read no more here.
+    listed = jnp.minimum(counts * (page_size // unit), -(-view.lengths // unit)) * kv_heads
+    return attended, PageReads(listed, listed, jnp.zeros_like(listed), jnp.ones_like(listed, bool))
 
 
 def _attend_selected(policy, q, k, v, view, implementation):

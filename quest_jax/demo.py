@@ -196,6 +196,6 @@ def _table(rows: Sequence[Row], fact: Fact) -> Table:
             f"{stats.bytes_read().sum() / steps / 1e6:.1f}",
             f"{stats.share_read():.0%}",
             f"{1e3 * row.found.seconds / steps:.0f}",
-            f"{row.compile_seconds:.1f} s",
+            f"{row.compile_seconds:.{1 if row.compile_seconds < 9.95 else 0}f} s",
         )
     return table

@@ -5,7 +5,15 @@ import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 def stderr_console() -> Console:
@@ -25,10 +33,11 @@ def working(what: str, console: Console) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar; yields ``advance(done, total)``. Nothing is shown where stderr is no terminal."""
+def counting(what: str, console: Console, *, nbytes: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar; yields ``advance(done, total)``, of things or bytes. Shows nothing where stderr is no terminal."""
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn() if nbytes else MofNCompleteColumn(),
+        TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     ) as bar:  # fmt: skip
         task = bar.add_task(what, total=None)

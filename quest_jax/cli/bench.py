@@ -30,7 +30,7 @@ class Decode(Files):
       dtype: of keys and values, and of the model.
       budget: tokens that Quest reads in one layer.
       methods: ways to attend; all whose packages are installed if none, `two-level` from 128K tokens on.
-      steps: context lengths of whole decode steps, multiples of 512.
+      steps: context lengths of whole decode steps, multiples of 512; `--steps` alone leaves them out.
       step_budget: tokens that Quest reads in every layer of a whole step but the two dense ones.
       rounds: timed runs of each candidate, interleaved.
     """

@@ -22,9 +22,9 @@ def keep_programs(console: "Console") -> None:
 
 
 def load_both(model: str, dtype: Dtype, console: "Console") -> "tuple[Params, Tokenizer]":
-    """Loads weights and tokenizer, with a spinner."""
+    """Loads weights and tokenizer, with a progress bar."""
     from quest_jax import load, load_tokenizer
-    from quest_jax.progress import working
+    from quest_jax.progress import counting
 
-    with working(f"loading {model}", console):
-        return load(model, dtype=dtype), load_tokenizer(model)
+    with counting(f"loading {model}", console, nbytes=True) as advance:
+        return load(model, dtype=dtype, progress=advance), load_tokenizer(model)

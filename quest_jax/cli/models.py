@@ -25,7 +25,7 @@ class Models:
             return 0
         table = Table(title="models that load", title_justify="left")
         for name in models_table.COLUMNS:
-            table.add_column(name)
+            table.add_column(name, overflow="fold")
         for row in models_table.rows():
             table.add_row(*row)
         console = Console()

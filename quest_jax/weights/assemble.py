@@ -7,7 +7,7 @@ that is to be quantised is filled in float32 and rounded once: the peak is the q
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from quest_jax.models.rope import attention_scaling, inverse_frequencies
 from quest_jax.params import Params
 from quest_jax.weights.quantize import quantize_array, quantize_tree
 from quest_jax.weights.stored import StoredTensor
+
+Progress = Callable[[int, int], None]
 
 _FUSED = {
     "qkv": ("q", "k", "v"),
@@ -78,9 +80,10 @@ def match_tensors(
         raise ValueError(f"{where}: the config says {experts} experts a layer, but there are {len(stored)} tensors.")
     shapes = {key: (names[part].format(*at), shape) for at, key, part, shape in _parts(config)}
     missing = [name for name, _ in shapes.values() if name not in stored]
-    if missing:
-        raise ValueError(f"{where}: expected every tensor of the model, {_listed(missing)} missing; fetch it again.")
     unused = set(stored) - {name for name, _ in shapes.values()}
+    if missing:
+        known = f"; {_listed(sorted(unused))} unknown" if unused else "; fetch it again"
+        raise ValueError(f"{where}: expected every tensor of the model, {_listed(missing)} missing{known}.")
     if unused:
         raise ValueError(f"{where}: expected the tensors of this decoder only, {_listed(sorted(unused))} unknown.")
     for name, shape in shapes.values():
@@ -95,8 +98,13 @@ def assemble(
     tensors: Mapping[str, StoredTensor],
     where: str,
     weights: QuantKind | None = None,
+    progress: Progress | None = None,
 ) -> Params:
     """Reads the tensors of :func:`match_tensors` into the weight tree, on JAX's default device.
+
+    Args:
+      config, dtype, tensors, where, weights: as the loaders have them.
+      progress: called with bytes done and in all after every array.
 
     Raises:
       MemoryError: they do not fit; raised before the first is read.
@@ -105,9 +113,19 @@ def assemble(
     """
     check_rope(config, where)
     abstract = quantize_tree(abstract_weights(config, dtype), weights)
-    check_memory(*load_bytes(abstract), where)
+    needed, staged = load_bytes(abstract)
+    check_memory(needed, staged, where)
+    done = 0
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct | QuantArray) -> Any:
+        made = read(path, leaf)
+        if progress is not None:
+            nonlocal done
+            done += _nbytes(leaf)
+            progress(done, needed)
+        return made
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct | QuantArray) -> Any:
         *layer, name = (key.key for key in path)
         keys = ["/".join([*layer, part]) for part in _FUSED.get(name, (name,))]
         buffer = np.empty(leaf.shape, np.float32 if isinstance(leaf, QuantArray) else leaf.dtype)

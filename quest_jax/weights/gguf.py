@@ -11,7 +11,7 @@ import numpy as np
 from quest_jax.models.config import LlamaConfig
 from quest_jax.models.quant import QuantKind
 from quest_jax.params import Params
-from quest_jax.weights.assemble import assemble, match_tensors
+from quest_jax.weights.assemble import Progress, assemble, match_tensors
 from quest_jax.weights.gguf_config import check_architecture, parse_metadata
 from quest_jax.weights.gguf_families import NAMES, Architecture
 from quest_jax.weights.gguf_file import read_directory
@@ -35,7 +35,12 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     return read_directory(path).metadata
 
 
-def load_gguf(path: str | os.PathLike[str], dtype: np.dtype, weights: QuantKind | None = None) -> Params:
+def load_gguf(
+    path: str | os.PathLike[str],
+    dtype: np.dtype,
+    weights: QuantKind | None = None,
+    progress: Progress | None = None,
+) -> Params:
     """Loads a GGUF file, one tensor at a time: peak memory is the model in ``dtype`` plus its largest array.
 
     Args:
@@ -43,6 +48,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: np.dtype, weights: QuantKind 
         package dequantises (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, MXFP4 and more).
       dtype: float32 or bfloat16, see :func:`quest_jax.weights.assemble.target_dtype`.
       weights: quantise the matrices, whatever the file has them in.
+      progress: called with bytes done and in all.
 
     Raises:
       ImportError: the extra ``gguf`` is not installed.
@@ -62,7 +68,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: np.dtype, weights: QuantKind 
             matched[key] = dataclasses.replace(
                 tensor, read=functools.partial(_read_rotate_half, tensor, config.head_dim)
             )
-    return assemble(config, dtype, matched, where, weights)
+    return assemble(config, dtype, matched, where, weights, progress)
 
 
 def read_gguf_config(path: str | os.PathLike[str]) -> LlamaConfig:

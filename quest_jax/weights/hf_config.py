@@ -43,7 +43,7 @@ _QUANTIZED = {
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_bias": ((None, False), "biases on q, k, v and the output"),
     "mlp_bias": ((None, False), "biases in the MLP"),
-    "hidden_act": ((None, "silu", "swish"), "another activation in the MLP"),
+    "hidden_act": ((None, "swish", "silu"), "another activation in the MLP"),
     "hidden_activation": ((None, "gelu_pytorch_tanh"), "another activation in the MLP"),
     "pretraining_tp": ((None, 1), "matrices split as in training"),
     "compression_config": ((None,), "compressed weights; load a GGUF file or the uncompressed checkpoint"),

@@ -94,6 +94,8 @@ def parse_rope(config: Mapping[str, Any], max_positions: int, where: str, head_d
     if part != 1:
         assert head_dim is not None
         arguments["rotary_dim"] = int(head_dim * part)
+    if kind == "yarn" and "factor" not in arguments and trained == max_positions:
+        raise ValueError(f"{where}: RoPE type {kind!r} needs the key 'factor', or the trained length.")
     if kind == "yarn":
         arguments.setdefault("factor", max_positions / trained)
         arguments["truncate"] = fields.flag("truncate", True)

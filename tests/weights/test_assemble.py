@@ -80,6 +80,7 @@ def test_small_chunks_give_the_same(monkeypatch):
     ("change", "message"),
     [
         (lambda s: s.pop("1.down"), "1.down is missing"),
+        (lambda s: s.update({"1.dawn": s.pop("1.down")}), "1.down is missing; 1.dawn is unknown"),
         (lambda s: (s.pop("1.down"), s.pop("norm")), "norm, 1.down are missing"),
         (lambda s: s.update(bias=s["norm"]), "bias is unknown"),
         (lambda s: s.update({"2.q": s["1.q"]}), "2.q is unknown"),

@@ -100,7 +100,7 @@ def test_null_eos_and_bos_mean_none():
     [
         ({"attention_bias": True}, "attention_bias: expected False, got True, which means biases on q, k, v"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'swish', got 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"pretraining_tp": True}, "pretraining_tp"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),

@@ -98,6 +98,7 @@ def test_partial_rotation():
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "'default' has no key 'full_attention'"),
         ({"rope_parameters": {"mrope_section": [1, 2]}}, "'default' has no key 'mrope_section'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, "truncate: expected true or false"),
+        ({"rope_scaling": {"type": "yarn"}}, "'yarn' needs the key 'factor'"),
         ({"rope_theta": -1.0}, "RoPE theta"),
         ({"rope_theta": "10000"}, "rope_theta: expected a finite number"),
         ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1.0}}, "contradict each other"),

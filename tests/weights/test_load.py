@@ -1,3 +1,5 @@
+import pathlib
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,17 @@ def test_save_passes_overwrite_on(paths, tmp_path):
     with pytest.raises(FileExistsError):
         save(params, tmp_path / "x")
     save(params, tmp_path / "x", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["gqa", "qwen3_moe"])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_progress_counts_bytes_up_to_all_of_them(name, weights):
+    seen: list[tuple[int, int]] = []
+    folder = pathlib.Path(__file__).parents[1] / "fixtures" / "parity" / name
+    params = load(folder, weights=weights, progress=lambda done, total: seen.append((done, total)))
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    assert len(seen) > 4 and seen == sorted(seen)
+    assert seen[-1] == (nbytes, nbytes) and {total for _, total in seen} == {nbytes}
 
 
 @pytest.mark.slow
