@@ -64,6 +64,7 @@ def test_the_prompt_may_come_from_a_file_or_a_pipe(run, model, tmp_path, monkeyp
     assert run(*options)[1] == wanted
 
 
+@pytest.mark.slow
 def test_options_reach_the_generation(run, model):
     options = ("generate", "--model", model, "--prompt", "a " * 100, "--max-new-tokens", 20)
     _, greedy, _ = run(*options)
@@ -224,6 +225,7 @@ def test_doctor_prints_json(run):
     assert "page_attention" in run("doctor")[1]
 
 
+@pytest.mark.slow
 def test_eval_passkey_prints_a_table(run, model):
     code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
                          "--budgets", 64, 2048)  # fmt: skip
@@ -232,6 +234,7 @@ def test_eval_passkey_prints_a_table(run, model):
     assert all(name in out for name in ("dense", "Quest 64", "Quest 2048"))
 
 
+@pytest.mark.slow
 def test_eval_mass_and_needle_print_their_tables(run, model):
     code, out, _ = run("eval", "mass", "--model", model, "--tokens", 700, "--budgets", 64, 128)
     assert code == 0 and "output error" in out

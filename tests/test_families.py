@@ -40,13 +40,14 @@ def test_the_readme_has_the_table(capsys):
     assert "GptOssForCausalLM" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("chunk", [7, None])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "chunk"), [*((length, None) for length in LENGTHS), (48, 7)])
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_give_the_logits_of_transformers(name, length, chunk):
     assert prompt_difference(FIXTURES / name, length, chunk) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policies", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_gives_the_logits_of_transformers(name, policies):
@@ -78,6 +79,7 @@ def letters() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_line_generates(name, tmp_path, capsys):
     folder = shutil.copytree(FIXTURES / name, tmp_path / name)
@@ -97,6 +99,7 @@ def test_a_checkpoint_of_the_library_keeps_it(name, tmp_path):
         np.testing.assert_array_equal(stored, restored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_stays_near(name):
     params, expected = quest_jax.load(FIXTURES / name, dtype="bfloat16"), loaded(name)[1]

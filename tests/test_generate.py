@@ -89,6 +89,7 @@ def test_equal_prompts_are_answered_equally_wherever_they_stand():
     assert out.tokens[0].tolist() == out.tokens[1].tolist() == out.tokens[2].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [96, 1000])
 def test_a_budget_that_holds_everything_gives_dense_tokens_and_logits(budget):
     params = tiny()

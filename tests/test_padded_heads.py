@@ -34,6 +34,7 @@ def accelerator(request):
     return functools.partial(dispatch.target, *request.param)
 
 
+@pytest.mark.slow
 def test_decoding_is_what_it_is_without_padding(accelerator):
     # The policy reads 48 of 100 tokens, so scores count; XLA computes both, on this CPU.
     options = {"policy": quest_jax.Quest(48, dense_layers=1), "lengths": [100, 61], "implementation": "xla"}

@@ -26,6 +26,7 @@ def test_a_prefill_budget_that_holds_the_prompt_is_dense(granularity, mode):
     assert out.stats.prefill.share_read() == 1
 
 
+@pytest.mark.slow
 def test_quoka_reads_the_prompt_and_quest_writes_the_answer():
     prompts = [PROMPTS[0] * 5, PROMPTS[1]]
     policy = QuoKA(64, n_queries=4, chunk=32, granularity="token")

@@ -75,6 +75,7 @@ def nucleus_by_sorting(weights, top_p):
     return kept
 
 
+@pytest.mark.slow
 @given(
     hnp.arrays(np.float32, st.integers(1, 40), elements=st.integers(-40, 0).map(lambda x: np.float32(x / 4))),
     st.floats(0.01, 1.0),

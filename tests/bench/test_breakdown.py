@@ -1,6 +1,7 @@
 """The parts of a decode step: all of them, and the policy that chooses nothing."""
 
 import jax.numpy as jnp
+import pytest
 
 from quest_jax import LayerView, LlamaConfig
 from quest_jax.bench import breakdown
@@ -8,6 +9,7 @@ from quest_jax.bench.breakdown import LastPages
 from tests.test_attention import draw, make, read
 
 
+@pytest.mark.slow
 def test_a_step_is_taken_apart(monkeypatch):
     monkeypatch.setattr(breakdown, "SMOLLM2", LlamaConfig(64, 32, 64, 4, 4, 2, 8, 512))
     step, parts = breakdown.run(128, 64, 1)

@@ -32,6 +32,7 @@ def test_operations_are_those_of_the_algorithm():
     assert prefill._operations(shape, 1152, policy)[1] == prefill._operations(shape, 1152, policy)[0]
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "_READ_BYTES", 16 << 20)
     file = tmp_path / "rows.json"

@@ -18,6 +18,7 @@ def logits(params):
     return np.asarray(one_shot(params.weights, CONFIG, jnp.asarray([IDS]), state)[0][0, :-1], np.float64)
 
 
+@pytest.mark.slow
 def test_changes_are_those_of_the_logits(monkeypatch):
     monkeypatch.setattr(weights, "_TOKENS", 32)  # two whole pieces and a part
     steps = []

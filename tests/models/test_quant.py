@@ -182,6 +182,7 @@ def variant(tied: bool) -> quest_jax.Params:
     return quest_jax.Params(weights, dataclasses.replace(CONFIG, tie_word_embeddings=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_dequantised_model_and_near_the_exact(kind, tied):
@@ -198,8 +199,8 @@ def test_logits_are_those_of_the_dequantised_model_and_near_the_exact(kind, tied
     assert (0.001 < rms < 0.06) if kind == "int8" else (0.05 < rms < 0.9)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("int4", "bfloat16")])
 def test_generation_on_ragged_batches_is_that_of_the_dequantised_model(kind, dtype):
     made = quantize(tiny(jnp.dtype(dtype)), kind)
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]

@@ -244,6 +244,7 @@ def test_a_cache_without_norms_is_refused():
         quest_jax.prefill_attention(0, q, k[:, :32], v[:, :32], state)
 
 
+@pytest.mark.slow
 def test_selecting_everything_is_dense_attention_too():
     """Not by the branch that skips selection: one row is long, so the others go through it."""
     q, k, v = draw(seed=6)
@@ -253,6 +254,7 @@ def test_selecting_everything_is_dense_attention_too():
     assert np.abs(out[0] - dense[0]).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [POLICIES["default"], POLICIES["page"], POLICIES["compete"]], ids=str)
 def test_chunks_of_any_size_fill_the_same_cache(policy):
     q, k, v = draw(tokens=192, seed=7)

@@ -22,6 +22,7 @@ from tests.weights.test_checkpoint import make_params
 FAMILY_FIXTURES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loader", "count"), [("gguf", 400), ("safetensors", 400), ("checkpoint", 150)])
 def test_damaged_models_load_or_say_why_not(loader, count):
     results = list(run(loader, range(count)))
