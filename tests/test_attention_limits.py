@@ -66,7 +66,8 @@ STEPS = (44, 1, 1, 44)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "sinks", "policy", "prefill_policy"), [
-    *((window, sinks, None, None) for window, sinks in [(1, False), (16, False), (33, False), (1000, False), (7, True)]),
+    *((window, False, None, None) for window in (1, 16, 33, 1000)),
+    (7, True, None, None),
     *((None, True, *policies) for policies in EVERYTHING),
     (33, True, *EVERYTHING[1]),  # read by no policy
 ], ids=str)  # fmt: skip
