@@ -1,6 +1,7 @@
 """Tensors of a file that are not read yet."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -36,19 +37,41 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     return StoredTensor(f"{tensor.name}[{start}:{stop}]", (stop - start, *tensor.shape[1:]), read)
 
 
-def expert_of(tensor: StoredTensor, expert: int, *, transposed: bool = False, step: int = 1, offset: int = 0):
+ReadExpert = Callable[[StoredTensor, int], np.ndarray]
+
+
+def keeping_the_last() -> ReadExpert:
+    """A reader of one expert of a stack, which keeps the last: parts and chunks of an expert are read in turn."""
+
+    @functools.lru_cache(maxsize=1)
+    def read(tensor: StoredTensor, expert: int) -> np.ndarray:
+        return tensor.read(expert, expert + 1)[0]
+
+    return read
+
+
+def expert_of(
+    tensor: StoredTensor,
+    expert: int,
+    read_expert: ReadExpert,
+    *,
+    transposed: bool = False,
+    step: int = 1,
+    offset: int = 0,
+) -> StoredTensor:
     """One expert's tensor of a stack ``[X, ..]`` of them, ``[out, in]`` or ``[out]``.
 
     Args:
       tensor: the stack.
       expert: which.
+      read_expert: of :func:`keeping_the_last`, one for a checkpoint.
       transposed: it is stored ``[in, out]``.
       step, offset: every so manieth row of ``out``, from this one on.
     """
     rows, *rest = tensor.shape[:0:-1] if transposed else tensor.shape[1:]
 
     def read(first: int, last: int) -> np.ndarray:
-        whole = tensor.read(expert, expert + 1)[0]
+        whole = read_expert(tensor, expert)
         return (whole.T if transposed else whole)[offset::step][first:last]
 
     return StoredTensor(f"{tensor.name}[{expert}]", (len(range(offset, rows, step)), *rest), read)

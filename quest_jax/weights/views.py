@@ -7,7 +7,7 @@ A view takes the stored tensors by name and gives them back with what it knows t
 from collections.abc import Callable, Mapping
 
 from quest_jax.models.config import LlamaConfig
-from quest_jax.weights.stored import StoredTensor, expert_of, rows_of
+from quest_jax.weights.stored import StoredTensor, expert_of, keeping_the_last, rows_of
 
 Tensors = dict[str, StoredTensor]
 Views = Callable[[LlamaConfig, Tensors, str], Tensors]
@@ -64,7 +64,7 @@ def split_experts(config: LlamaConfig, stored: Tensors, where: str) -> Tensors:
         "down_proj": (experts.count, inner, hidden),
         "down_proj_bias": (experts.count, hidden),
     }
-    parts = dict(stored)
+    parts, read_expert = dict(stored), keeping_the_last()
     for name, tensor in stored.items():
         folder, _, ending = name.rpartition(".")
         if ending not in shapes or not folder.endswith(".experts"):
@@ -76,6 +76,6 @@ def split_experts(config: LlamaConfig, stored: Tensors, where: str) -> Tensors:
         for expert in range(experts.count):
             for part, offset in sources.items():
                 parts[f"{folder}.{expert}.{part}.{kind}"] = expert_of(
-                    tensor, expert, transposed=kind == "weight", step=len(sources), offset=offset
+                    tensor, expert, read_expert, transposed=kind == "weight", step=len(sources), offset=offset
                 )
     return parts

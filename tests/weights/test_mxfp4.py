@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import quest_jax
-from quest_jax.weights import mxfp4
+from quest_jax.weights import assemble, mxfp4
 from quest_jax.weights.stored import StoredTensor
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "parity" / "gpt_oss"
@@ -70,6 +70,15 @@ def test_a_checkpoint_in_mxfp4_is_what_it_stands_for(tmp_path):
         np.testing.assert_array_equal(params.weights[f"layer_{layer}"]["experts_gate_up"], expected)
         np.testing.assert_array_equal(params.weights[f"layer_{layer}"]["experts_down"], down)
     assert quest_jax.generate(params, [[5, 6, 7]], max_new_tokens=4).tokens.shape == (1, 4)
+
+
+def test_every_expert_is_decoded_once(tmp_path, monkeypatch):
+    """Gate, up and all of their chunks lie in one stack; to decode it for each would take most of the loading time."""
+    matrices, decoded, decode = quantised(tmp_path), [], mxfp4.decode
+    monkeypatch.setattr(mxfp4, "decode", lambda *parts: decoded.append(parts[0].shape[0]) or decode(*parts))
+    monkeypatch.setattr(assemble, "_CHUNK_BYTES", 1)
+    quest_jax.load(tmp_path)
+    assert decoded == [1] * sum(len(matrix) for matrix in matrices.values())
 
 
 def test_blocks_without_their_scales_are_named(tmp_path):
