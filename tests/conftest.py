@@ -7,6 +7,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import itertools
 import pathlib
+import tempfile
 
 import hypothesis
 import jax
@@ -32,6 +33,19 @@ tests_run = itertools.count(1)
 def pytest_collection_modifyitems(items):
     """Longest first: a worker that begins a test of minutes when all others are done leaves the other one idle."""
     items.sort(key=lambda item: "slow" not in item.keywords)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_kept():
+    """A program that one test has compiled is read by the next: a fifth of a run's time.
+
+    Every process has a directory of its own, since JAX's writes to it are not atomic.
+    """
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    with tempfile.TemporaryDirectory(prefix="quest-jax-programs.", ignore_cleanup_errors=True) as kept:
+        for name, value in zip(names, (kept, 0, -1), strict=True):
+            jax.config.update(f"jax_{name}", value)
+        yield
 
 
 @pytest.fixture(autouse=True)

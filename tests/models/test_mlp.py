@@ -8,8 +8,10 @@ import pytest
 from quest_jax.models import mlp
 from quest_jax.models.config import Experts
 
+HIDDEN = 12
 
-def make(experts, hidden=12, biased=False, seed=0):
+
+def make(experts, hidden=HIDDEN, biased=False, seed=0):
     rng = np.random.default_rng(seed)
     shapes = {"router": (hidden, experts.count), "gate_up": (experts.count, hidden, 2 * experts.size),
               "down": (experts.count, experts.size, hidden)}  # fmt: skip
@@ -30,14 +32,20 @@ def by_hand(x, matrices, experts, activation):
         if experts.router == "softmax_all" and experts.normalized:
             weights = weights / weights.sum()
         for weight, e in zip(weights, best, strict=True):
-            gate, up = np.split(row @ m["gate_up"][e] + (m["gate_up_bias"][e] if "gate_up_bias" in m else 0), 2)
-            if activation == "silu":
-                inner = gate / (1 + np.exp(-gate)) * up
-            else:
-                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-                inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-            out[n] += weight * (inner @ m["down"][e] + (m["down_bias"][e] if "down_bias" in m else 0))
+            out[n] += weight * through(row, e, m, activation)
     return out
+
+
+def through(row, expert, matrices, activation):
+    """One token through one expert, in float64."""
+    m = {name: value[expert].astype(np.float64) for name, value in matrices.items() if not name.startswith("router")}
+    gate, up = np.split(row.astype(np.float64) @ m["gate_up"] + m.get("gate_up_bias", 0), 2)
+    if activation == "silu":
+        inner = gate / (1 + np.exp(-gate)) * up
+    else:
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+    return inner @ m["down"] + m.get("down_bias", 0)
 
 
 CASES = [
@@ -52,7 +60,7 @@ CASES = [
 @pytest.mark.parametrize(("experts", "activation", "biased"), CASES)
 def test_a_mixture_is_what_the_loop_gives(experts, activation, biased, tokens):
     matrices = make(experts, biased=biased)
-    x = np.random.default_rng(tokens).standard_normal((1, tokens, 12)).astype(np.float32)
+    x = np.random.default_rng(tokens).standard_normal((1, tokens, HIDDEN)).astype(np.float32)
     got = mlp.mix_experts(jnp.asarray(x), jax.tree.map(jnp.asarray, matrices), experts, activation)
     expected = by_hand(x[0], matrices, experts, activation)
     np.testing.assert_allclose(got[0], expected, atol=2e-6 * np.abs(expected).max() + 1e-6)
@@ -63,14 +71,18 @@ def test_a_mixture_is_what_the_loop_gives(experts, activation, biased, tokens):
 def test_all_forms_agree(form, alike):
     """Also where every token goes to the same experts, and the others get none."""
     experts = Experts(7, 2, 5, biased=True)
-    matrices = jax.tree.map(jnp.asarray, make(experts, biased=True))
+    # As models have it: products of unit variance. Then the bound is a few units in the last place of float32.
+    fan_in = {"gate_up": HIDDEN, "down": experts.size}
+    matrices = {name: m / np.float32(fan_in.get(name, 1) ** 0.5) for name, m in make(experts, biased=True).items()}
     rng = np.random.default_rng(1)
-    rows = jnp.asarray(rng.standard_normal((70, 12)), jnp.float32)
+    rows = rng.standard_normal((70, HIDDEN)).astype(np.float32)
     chosen = np.array([rng.permutation(7)[:2] for _ in range(70)])
-    chosen = jnp.asarray(np.full((70, 2), [6, 3]) if alike else chosen, jnp.int32)
-    expected = jnp.stack([jnp.stack([mlp._expert(row[None], e, matrices, "silu")[0] for e in own])
-                          for row, own in zip(rows, chosen, strict=True)])  # fmt: skip
-    np.testing.assert_allclose(jax.jit(form, static_argnums=3)(rows, chosen, matrices, "silu"), expected, atol=2e-5)
+    chosen = np.full((70, 2), [6, 3]) if alike else chosen
+    expected = np.stack(
+        [[through(row, e, matrices, "silu") for e in own] for row, own in zip(rows, chosen, strict=True)]
+    )
+    got = jax.jit(form, static_argnums=3)(rows, jnp.asarray(chosen, jnp.int32), matrices, "silu")
+    np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
 
 
 def test_a_mixture_needs_no_room_for_every_expert_times_every_token():
