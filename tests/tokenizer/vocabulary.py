@@ -46,6 +46,15 @@ def _merge(changes: dict[str, Any]) -> dict[str, Any]:
 def write_gguf(path: pathlib.Path, values: dict[str, Any]) -> pathlib.Path:
     """Writes a GGUF file of metadata alone."""
     writer = gguf.GGUFWriter(path, "llama")
+    write_values(writer, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def write_values(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+    """Adds metadata, each value in the type it has."""
     for key, value in values.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -55,7 +64,18 @@ def write_gguf(path: pathlib.Path, values: dict[str, Any]) -> pathlib.Path:
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+
+
+@functools.cache
+def other_family(name: str) -> dict[str, Any]:
+    """The content of phi3.json or qwen2.json, with its ``metadata`` filled up to what a file holds."""
+    data = json.loads((FIXTURES / "tokenizer" / f"{name}.json").read_text(encoding="utf-8"))
+    ids = [str(i) for i in range(data["vocab_size"])]
+    lists = {
+        "tokens": [data["tokens"].get(i, f"[unused {i}]") for i in ids],
+        "token_type": [data["types"].get(i, 1 if i in data["tokens"] else 5) for i in ids],
+        "scores": [data["scores"].get(i, -1e6) for i in ids] if "scores" in data else None,
+        "merges": data.get("merges"),
+    }
+    filled = {f"tokenizer.ggml.{key}": value for key, value in lists.items() if value is not None}
+    return data | {"metadata": data["metadata"] | filled}
