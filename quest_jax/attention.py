@@ -18,6 +18,7 @@ from quest_jax.cache import Cache, init_cache
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.blocks import append_blocks
 from quest_jax.pallas_kernels.append.norms import append_norms
+from quest_jax.pallas_kernels.append.op import IMPLEMENTATIONS as APPENDS
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
@@ -53,7 +54,7 @@ class AttentionState(struct.PyTreeNode):
       reads: what the last call of each layer read; zeros for a row that brought no token.
       policy: what a decoding query reads; static.
       prefill_policy: what the queries of several new tokens read; static.
-      implementation: of every op, None for the best that serves; static.
+      implementation: of every op that has one of this name, None for the best that serves; static.
     """
 
     cache: Cache
@@ -95,7 +96,7 @@ def init_attention(
         :func:`~quest_jax.cache.init_cache`.
       policy: for decoding; None is dense.
       prefill_policy: for several new tokens at once; None is dense.
-      implementation: of every op; None takes the best that serves the call.
+      implementation: of every op that has one of this name; None takes the best that serves the call.
 
     Raises:
       ValueError: a size out of range, or a policy that cannot work with this page size or does not serve prefill.
@@ -324,7 +325,7 @@ def _append(q, k, v, state):
     cache = state.cache
     kv, meta = append(
         cache.kv[0], cache.meta[0], k, v, state.starts, cache.lengths, cache.page_table,
-        implementation=state.implementation,
+        implementation=dispatch.if_offered(APPENDS, state.implementation),
     )  # fmt: skip
     cache = cache.replace(kv=(kv,), meta=(meta,))
     if cache.norms is not None:

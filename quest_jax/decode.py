@@ -115,7 +115,7 @@ def prefill(
       chunk: tokens of a prefill step; None for the prefill policy's own, 256 without one.
       metadata: how the min and max of pages are kept, ``float32``, ``bfloat16`` or ``int8``; see
         :func:`~quest_jax.cache.init_cache`.
-      implementation: of every op, e.g. ``"xla"``; None takes the best that serves.
+      implementation: of every op that has one of this name, e.g. ``"xla"``; None takes the best that serves.
       progress: called with (tokens read, tokens in all) after every chunk; not inside ``jit``.
 
     Returns:

@@ -10,6 +10,7 @@ import pytest
 import quest_jax
 from quest_jax.attention import init_attention
 from quest_jax.pallas_kernels import dispatch
+from quest_jax.pallas_kernels.append.op import IMPLEMENTATIONS as APPENDS
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 
 KV_HEADS, GROUP, WIDTH, LENGTH = 2, 3, 16, 90
@@ -126,3 +127,23 @@ def test_a_kernel_asked_for_by_name_says_that_it_knows_no_window(as_a_user, targ
 
     with dispatch.target(*target), pytest.raises(NotImplementedError, match="not what lies before a window"):
         jax.eval_shape(call, q, pool, sizes)
+
+
+def test_a_name_stands_for_the_ops_that_have_it(as_a_user):
+    """Appending has no kernel for GPUs: with the others by name it goes to XLA; alone it says so."""
+    state = init_attention(
+        1, 2, 128, batch=1, capacity=2048, dtype=jnp.bfloat16, layout="fused", implementation="mosaic_gpu",
+        policy=quest_jax.Quest(budget=256, dense_layers=0),
+    )  # fmt: skip
+    q, kv = jnp.ones((1, 1, 8, 128), jnp.bfloat16), jnp.ones((1, 1, 2, 128), jnp.bfloat16)
+
+    def step(state, q, k, v):
+        return quest_jax.attend(0, q, k, v, quest_jax.extend(state, jnp.array([1])))[0]
+
+    with dispatch.target("gpu", "NVIDIA H200", (9, 0)):
+        assert str(jax.make_jaxpr(step)(state, q, kv, kv)).count("mpmd_map") >= 2  # scoring and attention
+        call = dispatch.describe_call(dispatch.PoolShape(2, 128, 16, 128), jnp.bfloat16, "fused", 8)
+        with pytest.raises(NotImplementedError, match="append has no such kernel. These do: 'xla'"):
+            dispatch.resolve("append", APPENDS, call, "mosaic_gpu")
+    with pytest.raises(ValueError, match="one of 'mosaic_tpu', 'mosaic_gpu', 'xla', got 'triton'"):
+        dispatch.resolve("append", APPENDS, call, "triton")

@@ -108,6 +108,10 @@ class Call:
     window: int | None = None
 
 
+NAMES = ("mosaic_tpu", "mosaic_gpu", "xla")
+"""Of all implementations there are; most ops have two or three of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to compute an op.
@@ -169,16 +173,25 @@ def resolve(op: str, implementations: Sequence[Implementation], call: Call, name
     """Returns the implementation that serves ``call``.
 
     Raises:
-      ValueError: no implementation is called ``name``.
+      ValueError: no implementation of any op is called ``name``.
       NotImplementedError: ``name`` does not serve this call; the message has its reason and who would.
     """
     reasons = explain(implementations, call)
     if name is None:
         return next(candidate for candidate in implementations if reasons[candidate.name] is None)
-    if name not in reasons:
-        known = ", ".join(repr(known) for known in reasons)
+    if name not in NAMES:
+        known = ", ".join(map(repr, NAMES))
         raise ValueError(f"{op}: expected implementation=None or one of {known}, got {name!r}.")
-    if reasons[name] is not None:
+    reason = reasons.get(name, f"{op} has no such kernel.")
+    if reason is not None:
         able = ", ".join(repr(other) for other, reason in reasons.items() if reason is None)
-        raise NotImplementedError(f"{op}: {name!r} does not serve this call: {reasons[name]} These do: {able}.")
+        raise NotImplementedError(f"{op}: {name!r} does not serve this call: {reason} These do: {able}.")
     return next(candidate for candidate in implementations if candidate.name == name)
+
+
+def if_offered(implementations: Sequence[Implementation], name: str | None) -> str | None:
+    """Returns ``name``, but None for an op that has no implementation of this name.
+
+    For a name that stands for a whole step: appending has no kernel for GPUs, which is no reason to refuse the others.
+    """
+    return None if name in NAMES and all(candidate.name != name for candidate in implementations) else name

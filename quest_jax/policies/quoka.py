@@ -11,7 +11,7 @@ from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.append.norms import EPSILON
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.pages import pool_shape
-from quest_jax.pallas_kernels.token_scores.op import token_scores
+from quest_jax.pallas_kernels.token_scores.op import IMPLEMENTATIONS, token_scores
 from quest_jax.policies.base import LayerView, Policy, Selection
 from quest_jax.policies.ranking import largest
 
@@ -178,7 +178,7 @@ class QuoKA(Policy):
         ends = view.lengths if compete else view.starts
         scores = token_scores(
             queries, view.kv, view.norms if self.needs_norms else None, ends, view.page_table,
-            implementation=implementation,
+            implementation=dispatch.if_offered(IMPLEMENTATIONS, implementation),
         )  # fmt: skip
         position = jnp.arange(scores.shape[-1])
         always = (position < self.sink) | (position >= ends[:, None] - self.recent)
