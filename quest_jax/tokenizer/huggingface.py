@@ -48,7 +48,8 @@ def load_huggingface_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 def _read_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file. A tokenizer.model alone is not read: convert it once with transformers, "
+            f"{path}: no such file. A tokenizer elsewhere is read by its own path (generate: --tokenizer). A "
+            "tokenizer.model alone is not read: convert it once with transformers, "
             "AutoTokenizer.from_pretrained(path).save_pretrained(path)."
         )
     try:

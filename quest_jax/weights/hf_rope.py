@@ -100,6 +100,11 @@ def parse_rope(config: Mapping[str, Any], max_positions: int, where: str, head_d
         arguments.setdefault("factor", max_positions / trained)
         arguments["truncate"] = fields.flag("truncate", True)
     if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            if not values.get(name):
+                raise ValueError(
+                    f"{where}: RoPE type {kind!r} needs the key {name!r}, a factor for each pair of channels."
+                )
         arguments.setdefault("factor", max_positions / trained)
         arguments |= {f"{name}_factors": fields.numbers(f"{name}_factor") for name in ("short", "long")}
     for name in {"linear": ["factor"], "dynamic": ["factor"], "llama3": sorted(_USED["llama3"])}.get(kind, []):

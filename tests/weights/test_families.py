@@ -118,6 +118,7 @@ def test_differences(model_type, changes, expected):
             "phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4, "long_factor": ["1"] * 4}},
             "long_factor: expected a list of finite numbers",
         ),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1] * 4}}, "needs the key 'short_factor'"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: expected null"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected false"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a positive number"),
