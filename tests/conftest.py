@@ -31,8 +31,19 @@ tests_run = itertools.count(1)
 
 
 def pytest_collection_modifyitems(items):
-    """Longest first: a worker that begins a test of minutes when all others are done leaves the other one idle."""
-    items.sort(key=lambda item: "slow" not in item.keywords)
+    """Longest first: a worker that begins a test of minutes when all others are done leaves the others idle.
+
+    With ``--dist worksteal`` every worker begins with a run of the list of its own, so each of these gets its share.
+    """
+    items.sort(key=_shortness)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [item for first in range(workers) for item in items[first::workers]]
+
+
+def _shortness(item):
+    """By what ``pytest.mark.slow(seconds=...)`` says; slow tests that say nothing before the others."""
+    mark = item.get_closest_marker("slow")
+    return (mark is None, -mark.kwargs.get("seconds", 0) if mark else 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

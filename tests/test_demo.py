@@ -64,7 +64,7 @@ def test_budgets_and_document_are_the_callers(tmp_path):
     assert "a fact is hidden, at 25%:" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 def test_the_real_model_finds_the_fact():
     _, lines = demonstrate("smollm2-135m", tokens=2048, budgets=(1024,), max_new_tokens=12)
     assert [line.name for line in lines] == ["dense", "Quest 1024", "QuoKA 512", "QuoKA 512"]

@@ -93,7 +93,7 @@ def test_chunks_are_those_where_every_budget_leaves_something_out():
         mass.starts_of(200, 16, 190)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 def test_quoka_keeps_what_an_independent_measurement_found():
     """Measured elsewhere with another text of the kind: this much of the attention, the best choice that much."""
     tokenizer, params = load_tokenizer("smollm2-135m"), load("smollm2-135m")

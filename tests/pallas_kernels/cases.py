@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.pages import stored_head_dim
@@ -70,6 +72,9 @@ CASES = [
     Case(layers=3),
     Case(layers=3, layout="fused", table=True, lengths=(33, 20)),
 ]
+to_the_bit = pytest.mark.skipif(
+    jax.config.values["jax_disable_most_optimizations"], reason="a batch of one is compiled to other sums at -O0"
+)
 TOLERANCE = {"float32": 2e-6, "bfloat16": 5e-3, "float16": 2e-3}
 
 

@@ -8,7 +8,7 @@ import pytest
 from quest_jax.pallas_kernels import dispatch
 from quest_jax.pallas_kernels.page_attention import contiguous
 from quest_jax.pallas_kernels.page_attention.op import page_attention
-from tests.pallas_kernels.cases import Case, fill, queries
+from tests.pallas_kernels.cases import Case, fill, queries, to_the_bit
 from tests.pallas_kernels.test_page_attention import check, reference
 
 LENGTHS: tuple[int, ...] = (128, 127, 96, 65, 64, 3, 0)  # of 128: full to empty
@@ -36,6 +36,7 @@ def test_unused_memory_changes_no_bit(poison):
         np.testing.assert_array_equal(got, expected)
 
 
+@to_the_bit
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     case = Case(lengths=LENGTHS)
     filled, q = fill(case, poison=0.0), queries(case, 1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quest_jax.pallas_kernels.page_attention.op import page_attention
-from tests.pallas_kernels.cases import CASES, TOLERANCE, Case, attention_float64, fill, queries
+from tests.pallas_kernels.cases import CASES, TOLERANCE, Case, attention_float64, fill, queries, to_the_bit
 
 
 def reference(case, q, filled, starts, pages=None, counts=None):
@@ -116,6 +116,7 @@ def test_unused_memory_does_not_leak(poison, layout, tokens):
         np.testing.assert_array_equal(a, b)
 
 
+@to_the_bit
 def test_a_row_does_not_depend_on_its_batch():
     case = Case(lengths=(5, 17, 33, 0, 100))
     filled = fill(case)
