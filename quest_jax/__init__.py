@@ -24,6 +24,7 @@ from quest_jax.plan import Plan, plan
 from quest_jax.policies.base import Dense, LayerView, PagePolicy, Policy, Selection
 from quest_jax.policies.quest import Quest
 from quest_jax.policies.quoka import QuoKA
+from quest_jax.policies.registry import methods
 from quest_jax.sampling import Greedy, Sample, make_sampler, sample
 from quest_jax.stats import DecodeStats, ReadStats
 from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer, load_tokenizer
@@ -71,6 +72,7 @@ __all__ = [
     "load_config",
     "load_tokenizer",
     "make_sampler",
+    "methods",
     "plan",
     "prefill",
     "prefill_attention",

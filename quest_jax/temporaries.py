@@ -149,6 +149,10 @@ def _list_bytes(config: LlamaConfig, keys: int, tokens: int, itemsize: int) -> i
 
 
 def _scoring(config: LlamaConfig, policy: Policy, batch: int, capacity: int, page_size: int, tokens: int) -> int:
+    if policy.copies_keys:  # one row after the other; the softmax of the queries that choose
+        queries = min(tokens, getattr(policy, "n_queries", 1))
+        copy = 8 * config.n_kv_heads * capacity * config.head_dim
+        return copy + 16 * batch * config.n_heads * queries * capacity
     if not isinstance(policy, PagePolicy):  # scores keys, for one token by the mean of a group's queries
         return 16 * batch * (config.n_kv_heads if tokens == 1 else config.n_heads) * capacity
     count = capacity // page_size

@@ -138,6 +138,8 @@ def test_plan_prints_a_table_or_json_from_a_config_alone(run, model, tmp_path):
     (("eval", "passkey", "--model", "MODEL", "--tokens", "9", "--budgets", "32"), "n_tokens: expected"),
     (("eval", "passkey", "--model", "MODEL", "--budgets", "8"), "at least one page, 16 tokens, got 8"),
     (("eval", "passkey", "--model", "MODEL", "--tokens", "1500", "--cases", "0"), "n_cases"),
+    (("eval", "passkey", "--model", "MODEL", "--methods", "quset"), "methods: expected one of full, oracle, "),
+    (("eval", "passkey", "--model", "MODEL", "--methods", "sample_attention"), "expected those that decode, got 'samp"),
 ])  # fmt: skip
 def test_what_a_caller_gets_wrong_is_one_line(run, model, arguments, says):
     code, out, err = run(*(model if argument == "MODEL" else argument for argument in arguments))
@@ -228,10 +230,10 @@ def test_doctor_prints_json(run):
 @pytest.mark.slow
 def test_eval_passkey_prints_a_table(run, model):
     code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
-                         "--budgets", 64, 2048)  # fmt: skip
+                         "--budgets", 64, 2048, "--methods", "quest", "top_p")  # fmt: skip
     assert (code, err) == (0, "")
     assert "passkey, 3 prompts of 1000 tokens" in out
-    assert all(name in out for name in ("dense", "Quest 64", "Quest 2048"))
+    assert all(name in out for name in ("dense", "quest 64", "quest 2048", "top_p 64", "top_p 2048"))
 
 
 @pytest.mark.slow

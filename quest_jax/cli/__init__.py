@@ -1,4 +1,4 @@
-"""The ``quest-jax`` command: generate, demo, plan, models, doctor, eval, bench.
+"""The ``quest-jax`` command: generate, demo, plan, models, methods, doctor, eval, bench.
 
 Options are frozen dataclasses, read by tyro; what only one command needs is imported when it runs. Text that was asked
 for goes to stdout, everything about it to stderr.
@@ -15,6 +15,7 @@ from quest_jax.cli import bench, evaluate
 from quest_jax.cli.demo import Demo
 from quest_jax.cli.doctor import Doctor
 from quest_jax.cli.generate import Generate
+from quest_jax.cli.methods import Methods
 from quest_jax.cli.models import Models
 from quest_jax.cli.plan import Plan
 
@@ -87,7 +88,10 @@ def _parse(argv: list[str]) -> Command:
             name: dataclasses.make_dataclass(name, [], namespace={"__doc__": says})
             for name, (_, says) in GROUPS.items()
         }
-        commands = {"generate": Generate, "demo": Demo, "plan": Plan, "models": Models, "doctor": Doctor, **groups}
+        commands = {
+            "generate": Generate, "demo": Demo, "plan": Plan, "models": Models, "methods": Methods, "doctor": Doctor,
+            **groups,
+        }  # fmt: skip
         description = "Query-aware sparse attention for JAX. --version prints the version."
     for name, command in commands.items():
         app.command(name=name)(command)

@@ -8,15 +8,16 @@ from quest_jax.cli.common import Weights as Kind
 
 @dataclasses.dataclass(frozen=True)
 class Passkey:
-    """Measure what Quest keeps of the answers of dense attention.
+    """Measure what methods keep of the answers of dense attention.
 
-    Quest's own test: a number hidden in filler, the last 400 characters decoded by the policy.
+    Quest's own test: a number hidden in filler, the last 400 characters decoded by the method.
 
     Attributes:
       model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
       tokens: length of the prompts.
       cases: how many, at depths in equal steps.
-      budgets: tokens that Quest reads per layer and KV head; a half and a quarter of the prompt if none.
+      methods: names of `quest-jax methods` that decode.
+      budgets: tokens that a method reads per layer and KV head; a half and a quarter of the prompt if none.
       batch: cases in memory at a time.
       seed: of the keys.
       page_size: tokens in a page of the cache.
@@ -26,6 +27,7 @@ class Passkey:
     model: str = "smollm2-135m"
     tokens: int = 2048
     cases: int = 20
+    methods: tuple[str, ...] = ("quest",)
     budgets: tuple[int, ...] = ()
     batch: int = 5
     seed: int = 0
@@ -36,14 +38,17 @@ class Passkey:
         """Prints the table."""
         from rich.console import Console
 
-        from quest_jax import Quest
         from quest_jax.evals import passkey
+        from quest_jax.policies import registry
         from quest_jax.progress import counting, stderr_console
 
         budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
-        policies = {"dense": None} | {f"Quest {budget}": Quest(budget=budget) for budget in budgets}
-        for policy in policies.values():
-            if policy is not None:
+        policies = {"dense": None}
+        for method in map(registry.find, self.methods):
+            if "decode" not in method.phases:
+                raise ValueError(f"methods: expected those that decode, got {method.name!r}, which reads prompts only.")
+            for budget in budgets:
+                policies[f"{method.name} {budget}"] = policy = method.make(budget)
                 policy.check(self.page_size)
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)

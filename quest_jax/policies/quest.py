@@ -12,6 +12,7 @@ from quest_jax.pallas_kernels.metadata import Metadata, bounds_of
 from quest_jax.pallas_kernels.page_scores.op import page_scores
 from quest_jax.policies import cost
 from quest_jax.policies.base import LayerView, PagePolicy, Selection
+from quest_jax.policies.method import Method
 from quest_jax.policies.ranking import largest
 from quest_jax.policies.two_level import block_count, find_candidates, lengths_within
 
@@ -244,3 +245,39 @@ class Quest(PagePolicy):
             ascending = jnp.minimum(jnp.sort(jnp.where(taken, best, pages), axis=-1), pages - 1)
         counts = jnp.broadcast_to(count[:, None], scores.shape[:2]).astype(jnp.int32)
         return Selection(ascending.astype(jnp.int32), counts)
+
+
+_BOUNDS = "1 / S + B / L"
+METHODS = (
+    Method(
+        "quest", Quest, ("decode",), _BOUNDS,
+        "[Quest](https://arxiv.org/abs/2406.10774) ranked by a shrunk box, with the first page, one list per KV head",
+    ),
+    Method(
+        "quest_box", lambda budget: Quest(budget, ranking="box"), ("decode",), _BOUNDS, "the same ranked by the bound"
+    ),
+    Method(
+        "quest_kernel", lambda budget: Quest(budget, variant="kernel"), ("decode",), _BOUNDS,
+        "the rule of the paper's kernels",
+    ),
+    Method(
+        "quest_sim", lambda budget: Quest(budget, variant="sim"), ("decode",), "1 / S + G B / L",
+        "the rule of the paper's accuracy figures", exact=False,
+    ),
+    Method(
+        "quest_per_head", lambda budget: Quest(budget, reduce="per_head"), ("decode",),
+        "1 / S + G B / L", "a list for every query head",
+    ),
+    Method(
+        "quest_round_robin", lambda budget: Quest(budget, reduce="round_robin"), ("decode",), _BOUNDS,
+        "one list, the heads of a group choosing in turn",
+    ),
+    Method(
+        "quest_sum_softmax", lambda budget: Quest(budget, reduce="sum_softmax"), ("decode",), _BOUNDS,
+        "one list by the sum of the heads' softmax over pages",
+    ),
+    Method(
+        "quest_two_level", lambda budget: Quest(budget, block_pages=16), ("decode",), "1 / (16 S) + (1 + 8 / S) B / L",
+        "blocks of pages first, then the pages of the best blocks",
+    ),
+)  # fmt: skip

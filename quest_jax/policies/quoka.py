@@ -13,6 +13,8 @@ from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.pallas_kernels.token_scores.op import IMPLEMENTATIONS, token_scores
 from quest_jax.policies.base import LayerView, Policy, Selection
+from quest_jax.policies.lists import best, chunk_of
+from quest_jax.policies.method import Method
 from quest_jax.policies.ranking import largest
 
 ChunkMode = Literal["dense", "compete"]
@@ -190,7 +192,7 @@ class QuoKA(Policy):
         # A row within the budget is read whole, a last page that is not full included.
         most = jnp.where(ends <= self.budget, candidates, jnp.minimum(self.budget // unit, candidates))
         width = min(-(-self.budget // unit), scores.shape[-1])
-        return _list(scores, most, n_tokens, view, unit, width, compete)
+        return best(scores, most[:, None], width, None if compete else chunk_of(n_tokens, view, unit))
 
 
 def pick_queries(
@@ -251,18 +253,13 @@ def _normalise(x):
     return x / jnp.maximum(jnp.sqrt((x * x).sum(axis=-1, keepdims=True)), EPSILON)
 
 
-def _list(scores, counts, n_tokens, view, unit, width, compete):
-    """Joins the ``counts`` best, of at most ``width``, and the chunk into one ascending list."""
-    rows, lists, room = scores.shape
-    used = -(-view.lengths // unit)
-    best = largest(scores, width)
-    # A score may be anything, NaN of a NaN key included: which entries are live follows from how many there are.
-    live = jnp.arange(width) < counts[:, None, None]
-    live, best = jnp.broadcast_to(live, best.shape), best.astype(jnp.int32)
-    if not compete:
-        chunk = (view.starts // unit)[:, None] + jnp.arange(-(-(n_tokens - 1) // unit) + 1)
-        chunk = jnp.broadcast_to(chunk[:, None], (rows, lists, chunk.shape[-1])).astype(jnp.int32)
-        best = jnp.concatenate([best, chunk], axis=-1)
-        live = jnp.concatenate([live, chunk < used[:, None, None]], axis=-1)
-    pages = jnp.minimum(jnp.sort(jnp.where(live, best, room), axis=-1), room - 1)
-    return Selection(pages, live.sum(axis=-1, dtype=jnp.int32))
+METHODS = (
+    Method(
+        "quoka", lambda budget: QuoKA(budget, granularity="token"), ("prefill", "decode"), "1 / 2 + (B + T) / L",
+        "[QuoKA](https://arxiv.org/abs/2602.08722), Algorithm 1",
+    ),
+    Method(
+        "quoka_pages", lambda budget: QuoKA(budget, granularity="page"), ("prefill", "decode"), "1 / 2 + (B + T) / L",
+        "the same by pages, its form on a TPU or GPU",
+    ),
+)  # fmt: skip

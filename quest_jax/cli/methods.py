@@ -1,0 +1,38 @@
+"""``quest-jax methods``."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Methods:
+    """List the methods that choose what attention reads: phase, kind, bytes, source.
+
+    Attributes:
+      markdown: print the table as it stands in the README.
+    """
+
+    markdown: bool = False
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        from quest_jax.policies import registry
+
+        if self.markdown:
+            print(registry.markdown(), end="")
+            return 0
+        table = Table(title="methods", title_justify="left")
+        for name in registry.COLUMNS:
+            table.add_column(name, overflow="fold")
+        for row in registry.rows():
+            table.add_row(*row)
+        console = Console()
+        console.print(table)
+        console.print(
+            "B tokens of budget, L in the cache, S of a page, T of a chunk, G query heads of a KV head; as a share of the "
+            "cached keys and values.",
+            highlight=False,
+        )
+        return 0

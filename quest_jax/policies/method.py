@@ -1,0 +1,40 @@
+"""A method as the tables know it: its name, where it comes from, what it reads."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from quest_jax.policies.base import Policy
+
+Phase = Literal["decode", "prefill"]
+Kind = Literal["select", "evict"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One row of the table of methods; a file of this folder lists its own in ``METHODS``.
+
+    Attributes:
+      name: in ``--methods`` and in tables; lower case, unique.
+      make: the policy for a budget of tokens.
+      phases: where it can serve, ``decode`` or ``prefill`` or both.
+      reads: of the bytes of the cached keys and values, what a step reads to choose and to attend. B is the budget, L
+        the tokens in the cache, S those of a page, T those of a chunk, G query heads of a KV head.
+      source: paper, or what it is for.
+      kind: ``select`` leaves in memory what it does not read; ``evict`` never reads it again.
+      exact: True where a row of at most the budget is read whole: dense attention.
+    """
+
+    name: str
+    make: Callable[[int], Policy]
+    phases: tuple[Phase, ...]
+    reads: str
+    source: str
+    kind: Kind = "select"
+    exact: bool = True
+
+    def __post_init__(self):
+        if not self.name.isidentifier() or self.name != self.name.lower():
+            raise ValueError(f"Method: expected a name in lower case like quest_box, got {self.name!r}.")
+        if not self.phases or not {*self.phases} <= {"decode", "prefill"}:
+            raise ValueError(f"Method {self.name}: expected phases of decode and prefill, got {self.phases!r}.")

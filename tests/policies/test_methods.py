@@ -1,0 +1,193 @@
+"""Every method of the registry, by what any of them must keep: rows, edges, unused memory, compiling, determinism."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quest_jax
+from quest_jax import cli
+from quest_jax.policies import registry
+from quest_jax.policies.method import Method
+from tests.imports import ROOT
+
+PAGE, KV_HEADS, WIDTH, CAPACITY, CHUNK, BUDGET = 8, 2, 16, 256, 24, 48
+LENGTHS = (0, PAGE - 1, PAGE, PAGE + 1, BUDGET, BUDGET + 1, 200, CAPACITY)
+CASES = [(name, phase) for name, method in registry.methods().items() for phase in method.phases]
+
+
+def policy_of(name, budget):
+    """Without dense layers: there is one layer here."""
+    policy = registry.find(name).make(budget)
+    fields = {field.name for field in dataclasses.fields(policy)}
+    return dataclasses.replace(policy, **{name: 0 for name in ("dense_layers",) if name in fields})
+
+
+@functools.cache
+def draw(group, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (len(LENGTHS), CAPACITY)
+    q = 2 * rng.standard_normal((*shape, KV_HEADS * group, WIDTH))
+    k, v = rng.standard_normal((2, *shape, KV_HEADS, WIDTH))
+    k[:, :, 0] += 0.05 * rng.standard_normal((len(LENGTHS), CAPACITY, WIDTH)).cumsum(axis=1)  # neighbours are alike
+    return tuple(x.astype(np.float32) for x in (q, k, v))
+
+
+def new_tokens(lengths, phase):
+    """How many of each row's tokens the step under test brings."""
+    return np.minimum(lengths, CHUNK if phase == "prefill" else 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def step(policy, phase, q, k, v, lengths, new):
+    """Fills a cache whose memory held NaN, then brings the last ``new`` tokens by the policy."""
+    state = quest_jax.init_attention(
+        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE,
+        policy=policy if phase == "decode" else None, prefill_policy=policy if phase == "prefill" else None,
+    )  # fmt: skip
+    poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.cache.kv, state.cache.meta))
+    state = state.replace(cache=state.cache.replace(kv=poisoned[0], meta=poisoned[1]))
+    dense = state.prefill_policy
+    state = quest_jax.extend(state.replace(prefill_policy=quest_jax.Dense()), lengths - new)
+    _, state = quest_jax.attend(0, q, k, v, state)
+    width = CHUNK if phase == "prefill" else 1
+    at = jnp.minimum((lengths - new)[:, None] + jnp.arange(width), CAPACITY - 1)
+    own = [jnp.take_along_axis(x, at[..., None, None], axis=1) for x in (q, k, v)]
+    state = quest_jax.extend(state.replace(prefill_policy=dense), new)
+    return quest_jax.attend(0, *own, state)
+
+
+def run(name, phase, group, budget, rows=slice(None)):
+    q, k, v = (x[rows] for x in draw(group))
+    lengths = np.array(LENGTHS)[rows]
+    new = new_tokens(lengths, phase)
+    out, state = step(policy_of(name, budget), phase, q, k, v, jnp.asarray(lengths), jnp.asarray(new))
+    return np.asarray(out), state
+
+
+def attention(group, row, query, allowed):
+    """[H, D] of one query over the tokens in ``allowed``, one set for each query head, in float64."""
+    q, k, v = (x[row].astype(np.float64) for x in draw(group))
+    out = np.zeros(q.shape[1:])
+    for head, tokens in enumerate(allowed):
+        seen = np.array(sorted(t for t in tokens if t <= query))
+        scores = k[seen, head // group] @ q[query, head] / np.sqrt(WIDTH)
+        weights = np.exp(scores - scores.max())
+        out[head] = weights / weights.sum() @ v[seen, head // group]
+    return out
+
+
+def check_whole(name, phase, group, out):
+    for row, length in enumerate(LENGTHS):
+        first = length - new_tokens(length, phase)
+        for query in range(first, length):
+            want = attention(group, row, query, [range(length)] * KV_HEADS * group)
+            np.testing.assert_allclose(out[row, query - first], want, atol=1e-5, err_msg=f"{name} {row} {query}")
+
+
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "phase"), CASES)
+def test_a_step_attends_to_what_the_method_lists(name, phase, group):
+    policy = policy_of(name, BUDGET)
+    compiled = step._cache_size()
+    out, state = run(name, phase, group, BUDGET)
+    assert np.isfinite(out).all() and not out[0].any()
+    again, _ = run(name, phase, group, BUDGET)
+    np.testing.assert_array_equal(out, again)
+    if not policy.is_dense(0, state.view(0)):
+        selection = jax.jit(lambda q, view: policy.choose(q, view, None))(_own(group, phase), state.view(0))
+        pages, counts = np.asarray(selection.pages), np.asarray(selection.counts)
+        unit, lists = policy.unit(PAGE), pages.shape[1]
+        for row, length in enumerate(LENGTHS):
+            new = new_tokens(length, phase)
+            if policy.covers(state.view(0)) is not None and policy.covers(state.view(0))[row]:
+                continue
+            live = [pages[row, one, : counts[row, one]] for one in range(lists)]
+            assert all((np.diff(one) > 0).all() for one in live), "ascending, nothing twice"
+            assert all(len(one) * unit <= max(BUDGET, 3 * unit) + new + 2 * unit for one in live)
+            sets = [{t for page in one for t in range(page * unit, min(length, (page + 1) * unit))} for one in live]
+            by_head = [sets[head * lists // (KV_HEADS * group)] for head in range(KV_HEADS * group)]
+            for query in range(length - new, length):
+                want = attention(group, row, query, by_head)
+                np.testing.assert_allclose(out[row, query - length + new], want, atol=1e-5, err_msg=f"{row} {query}")
+    for row in (3, 6):
+        alone, _ = run(name, phase, group, BUDGET, slice(row, row + 1))
+        np.testing.assert_allclose(alone[0], out[row], atol=2e-6)
+    assert step._cache_size() <= compiled + 2, "one program a batch size, whatever the lengths"
+
+
+def _own(group, phase):
+    q, lengths = draw(group)[0], np.array(LENGTHS)
+    width = CHUNK if phase == "prefill" else 1
+    at = np.minimum((lengths - new_tokens(lengths, phase))[:, None] + np.arange(width), CAPACITY - 1)
+    return jnp.asarray(np.take_along_axis(q, at[..., None, None], axis=1))
+
+
+@pytest.mark.parametrize(("name", "phase"), [case for case in CASES if registry.find(case[0]).exact])
+def test_a_budget_that_holds_everything_is_dense_attention(name, phase):
+    check_whole(name, phase, 3, run(name, phase, 3, CAPACITY + PAGE)[0])
+    # Here of the longest row more is cached than the budget: the program cannot be dense by its shapes alone.
+    policy = policy_of(name, 200)
+    q, k, v = (x[:7] for x in draw(3))
+    lengths = np.array(LENGTHS[:7])
+    new = new_tokens(lengths, phase)
+    out, _ = step(policy, phase, q, k, v, jnp.asarray(lengths), jnp.asarray(new))
+    for row, length in enumerate(lengths):
+        for query in range(length - new[row], length):
+            want = attention(3, row, query, [range(length)] * KV_HEADS * 3)
+            np.testing.assert_allclose(np.asarray(out)[row, query - length + new[row]], want, atol=1e-5)
+
+
+def test_the_table_of_the_readme_is_that_of_the_registry(capsys):
+    assert registry.markdown() in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert cli.main(["methods", "--markdown"]) == 0
+    assert capsys.readouterr().out == registry.markdown()
+    assert cli.main(["methods"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name[:6] in shown for name in registry.methods())
+
+
+def test_a_method_is_a_file_of_its_own(tmp_path, monkeypatch):
+    """As docs/adding_a_method.md has it, whose example this runs: one file, and it is in the table."""
+    text = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
+    (tmp_path / "every_other.py").write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    monkeypatch.setattr(importlib.import_module("quest_jax.policies"), "__path__", [*_folder(), str(tmp_path)])
+    registry.methods.cache_clear()
+    try:
+        assert "`every_other`" in registry.markdown()
+        check_whole("every_other", "decode", 3, run("every_other", "decode", 3, CAPACITY + PAGE)[0])
+        _, state = run("every_other", "decode", 3, 24)
+        assert int(state.reads.read[0, -1]) == 24 * KV_HEADS
+    finally:
+        registry.methods.cache_clear()
+
+
+def _folder():
+    return list(importlib.import_module("quest_jax.policies").__path__)
+
+
+def test_names_are_unique_and_known(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="expected one of .*full.*quest.*got 'quset'"):
+        registry.find("quset")
+    (tmp_path / "twice.py").write_text("from quest_jax.policies.full import METHODS as METHODS\n", encoding="utf-8")
+    monkeypatch.setattr(importlib.import_module("quest_jax.policies"), "__path__", [*_folder(), str(tmp_path)])
+    registry.methods.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="twice.py: a method 'full' is in another file already"):
+            registry.methods()
+    finally:
+        monkeypatch.undo()
+        registry.methods.cache_clear()
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"name": "Quest Box"}, "name in lower case"), ({"phases": ()}, "expected phases"),
+    ({"phases": ("train",)}, "expected phases"),
+])  # fmt: skip
+def test_a_method_that_is_none_is_refused(as_a_user, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Method(**{"name": "x", "make": quest_jax.Quest, "phases": ("decode",), "reads": "", "source": ""} | changes)
