@@ -69,8 +69,9 @@ class AttentionState(struct.PyTreeNode):
         cache = self.cache
         norms = None if cache.norms is None else cache.norms[layer]
         blocks = None if cache.blocks is None else cache.blocks[layer]
+        memory = None if cache.memory is None else cache.memory[layer]
         return LayerView(
-            cache.kv[layer], cache.meta[layer], norms, self.starts, cache.lengths, cache.page_table, blocks
+            cache.kv[layer], cache.meta[layer], norms, self.starts, cache.lengths, cache.page_table, blocks, memory
         )
 
 
@@ -118,8 +119,10 @@ def init_attention(
         batch=batch, capacity=capacity, page_size=page_size, dtype=dtype, layout=layout,
         norms=policy.needs_norms or prefill_policy.needs_norms, metadata=metadata, block_pages=policy.needs_blocks,
     )  # fmt: skip
+    sizes = batch, n_kv_heads, head_dim, cache.pages_per_row, page_size
+    memory = tuple(policy.new_memory(*sizes) for _ in range(n_layers))
     return AttentionState(
-        cache=cache,
+        cache=cache if memory[0] is None else cache.replace(memory=memory),
         # Not the lengths again: one buffer under two names could not be donated.
         starts=jnp.zeros(batch, jnp.int32),
         reads=init_reads(n_layers, batch),
@@ -219,7 +222,7 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
 
 def _map_layers(function, cache, *others):
     """Applies ``function`` to every field of the cache that has an entry a layer."""
-    fields = [name for name in ("kv", "meta", "norms", "blocks") if getattr(cache, name) is not None]
+    fields = [name for name in ("kv", "meta", "norms", "blocks", "memory") if getattr(cache, name) is not None]
     return cache.replace(**{name: function(*(getattr(one, name) for one in (cache, *others))) for name in fields})
 
 
@@ -243,25 +246,44 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
     def selected():
         return _attend_selected(policy, q, k, v, view, state.implementation)
 
+    selection = None
     if window is not None:
         attended, counts = _attend_window(window, unit, q, view, state.implementation)
     elif dense:
         attended, counts = whole(view.lengths)
     elif (covered := policy.covers(view)) is None:
-        attended, counts = selected()
+        attended, counts, selection = selected()
     else:
         # Each row by its own length: what is read for it does not depend on the rows beside it.
         nothing = (jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)), init_reads(len(view.lengths))
         every = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
-        some = lax.cond(covered.all(), lambda: nothing, selected)
+        some = lax.cond(covered.all(), lambda: nothing, lambda: selected()[:2])
         attended, counts = jax.tree.map(
             lambda one, other: jnp.where(covered.reshape(-1, *(1,) * (one.ndim - 1)), one, other), every, some
         )
     out, lse = attended
     if sinks is not None:
         # One more logit in the softmax takes its share of the weight; it brings no value.
-        out = (out.astype(jnp.float32) * jax.nn.sigmoid(lse - sinks.astype(jnp.float32))[..., None]).astype(out.dtype)
+        sinks = sinks.astype(jnp.float32)
+        out = (out.astype(jnp.float32) * jax.nn.sigmoid(lse - sinks)[..., None]).astype(out.dtype)
+        lse = jnp.logaddexp(lse, sinks)
+    if view.memory is not None and window is None:
+        seen = None if selection is None else _tokens_in(selection, unit, k.shape[2], view.capacity)
+        state = _keep(state, state.policy.observe(q, view, seen, lse))
     return out, _record(state, counts)
+
+
+def _keep(state, memory):
+    return state.replace(cache=state.cache.replace(memory=(memory,)))
+
+
+def _tokens_in(selection, unit, kv_heads, capacity):
+    """bool ``[B, K, L]``: the tokens of the lists, of any list of a KV head."""
+    rows, lists, _ = selection.pages.shape
+    live = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
+    at = jnp.arange(rows)[:, None, None], jnp.arange(lists)[:, None] * kv_heads // lists, selection.pages
+    listed = jnp.zeros((rows, kv_heads, capacity // unit), bool).at[at].max(live)
+    return jnp.repeat(listed, unit, axis=-1)
 
 
 def _attend_window(window, unit, q, view, implementation):
@@ -298,12 +320,18 @@ def _attend_selected(policy, q, k, v, view, implementation):
             axis=-1
         )  # [B, T, lists]
         out, lse = _add_own(out, lse, q, k, v, listed | (token >= view.lengths[:, None])[..., None])
+    if (part := policy.beside(q, view, selection, lse)) is not None:
+        out, lse = _merge(out, lse, *part)
     live = -(-view.lengths // unit)
-    return (out, lse), PageReads(
-        read=selection.counts.sum(axis=-1),
-        live=live * k.shape[2],
-        scored=policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size) * k.shape[2],
-        whole=(selection.counts == live[:, None]).all(axis=-1),
+    return (
+        (out, lse),
+        PageReads(
+            read=selection.counts.sum(axis=-1),
+            live=live * k.shape[2],
+            scored=policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size) * k.shape[2],
+            whole=(selection.counts == live[:, None]).all(axis=-1),
+        ),
+        selection,
     )
 
 
@@ -313,12 +341,17 @@ def _add_own(out, lse, q, k, v, listed):
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2).astype(jnp.float32) for x in (k, v))
     logit = (q.astype(jnp.float32) * k).sum(axis=-1) * q.shape[-1] ** -0.5
     logit = jnp.where(jnp.repeat(listed, heads // listed.shape[2], axis=2), -jnp.inf, logit)
-    top = jnp.maximum(lse, logit)
+    return _merge(out, lse, v, logit)
+
+
+def _merge(out, lse, other, other_lse):
+    """Averages two parts of a softmax by the sums of their exponentials."""
+    top = jnp.maximum(lse, other_lse)
     top = jnp.where(jnp.isneginf(top), 0, top)
-    before, own = jnp.exp(lse - top), jnp.exp(logit - top)
-    total = jnp.where(before + own != 0, before + own, 1)
-    merged = (out.astype(jnp.float32) * before[..., None] + v * own[..., None]) / total[..., None]
-    return merged.astype(out.dtype), jnp.where(before + own != 0, top + jnp.log(total), -jnp.inf)
+    one, two = jnp.exp(lse - top), jnp.exp(other_lse - top)
+    total = jnp.where(one + two != 0, one + two, 1)
+    merged = (out.astype(jnp.float32) * one[..., None] + other * two[..., None]) / total[..., None]
+    return merged.astype(out.dtype), jnp.where(one + two != 0, top + jnp.log(total), -jnp.inf)
 
 
 def _append(q, k, v, state):
@@ -335,7 +368,8 @@ def _append(q, k, v, state):
             cache.blocks[0], meta, state.starts, cache.lengths, tokens=k.shape[1], page_size=cache.page_size
         )
         cache = cache.replace(blocks=(blocks,))
-    return state.replace(cache=cache)
+    state = state.replace(cache=cache)
+    return state if cache.memory is None else _keep(state, state.policy.remember(k, v, state.view(0)))
 
 
 def _record(state, counts):

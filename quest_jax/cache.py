@@ -4,7 +4,7 @@ One tuple entry per layer, not one stacked array: with the layers unrolled XLA t
 All functions are functional; donate the cache at your ``jit`` boundary and no step copies it.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ class Cache(struct.PyTreeNode):
         needs them.
       blocks: per layer, the same as ``meta`` of each block of pages, ``[B, K, P / block_pages, 2D]``; None where no
         policy needs it.
+      memory: per layer, what the decoding policy keeps besides; None where it keeps nothing.
     """
 
     kv: tuple[KV, ...]
@@ -60,6 +61,7 @@ class Cache(struct.PyTreeNode):
     head_dim: int = struct.field(pytree_node=False)
     norms: tuple[Float[Array, "B K L"], ...] | None = None
     blocks: tuple[BlockMetadata, ...] | None = None
+    memory: tuple[Any, ...] | None = None
 
     @property
     def page_size(self) -> int:
@@ -94,7 +96,8 @@ class Cache(struct.PyTreeNode):
     @property
     def nbytes(self) -> int:
         """Bytes of pages and metadata."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.kv, self.meta, self.norms, self.blocks)))
+        kept = self.kv, self.meta, self.norms, self.blocks, self.memory
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
 
 
 def init_cache(

@@ -346,7 +346,8 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
     """Returns the state decoding with another budget or policy; neither is dense. The cache is shared, not copied.
 
     Raises:
-      TypeError, ValueError: no policy, or one that needs key norms, or blocks of pages, where the state has none.
+      TypeError, ValueError: no policy, or one that needs key norms, blocks of pages, or a memory of its own, where the
+        state has none.
     """
     as_state(state)
     cache = state.attention.cache
@@ -362,7 +363,16 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             f"policy: {type(policy).__name__} reads metadata of blocks of {policy.needs_blocks} pages, and this cache "
             f"keeps {kept}; prefill with a policy that needs them (policy=), then others can replace it."
         )
-    return state.replace(attention=state.attention.replace(policy=policy))
+    attention = state.attention
+    keeps = policy.new_memory(1, 1, 1, 1, cache.page_size) is not None
+    if keeps and (cache.memory is None or type(policy) is not type(attention.policy)):
+        raise ValueError(
+            f"policy: {type(policy).__name__} keeps a memory of the prompt, which this state has not; prefill with it "
+            "(policy=)."
+        )
+    return state.replace(
+        attention=attention.replace(policy=policy, cache=cache if keeps else cache.replace(memory=None))
+    )
 
 
 def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:

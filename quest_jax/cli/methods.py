@@ -31,8 +31,8 @@ class Methods:
         console = Console()
         console.print(table)
         console.print(
-            "B tokens of budget, L in the cache, S of a page, T of a chunk, G query heads of a KV head; as a share of the "
-            "cached keys and values.",
+            "B tokens of budget, L in the cache, S of a page, T of a chunk, G query heads of a KV head, D channels of "
+            "a key; as a share of the cached keys and values.",
             highlight=False,
         )
         return 0

@@ -1,7 +1,7 @@
 """What a method of selection is: given queries and one layer's cache, the pages or tokens that attention reads."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,6 +20,7 @@ class LayerView(NamedTuple):
       lengths: int32 ``[B]``, tokens in each row, the queries' own included.
       page_table: logical to pool page; None is the identity.
       blocks: the same as ``meta`` of each block of pages, or None where no policy of the state asked for it.
+      memory: what the decoding policy keeps of this layer besides, see :meth:`Policy.new_memory`; None: nothing.
     """
 
     kv: KV
@@ -29,6 +30,7 @@ class LayerView(NamedTuple):
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
     blocks: BlockMetadata | None = None
+    memory: Any = None
 
     @property
     def page_size(self) -> int:
@@ -118,6 +120,42 @@ class Policy:
         """Bytes that scoring one of these reads, of keys of ``itemsize`` bytes a channel: a page's min and max."""
         del itemsize
         return metadata_nbytes(head_dim, metadata)
+
+    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+        """What a decoding policy keeps of a layer besides its cache, from the first token of the prompt on.
+
+        Returns a pytree of arrays for rows without tokens, or None: nothing, which is the default.
+        """
+        del rows, kv_heads, head_dim, pages, page_size
+
+    def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
+        """The memory after the tokens ``k, v`` were written, before anything is chosen. Unchanged by default."""
+        del k, v
+        return view.memory
+
+    def observe(
+        self, q: Float[Array, "B T H D"], view: LayerView, seen: Bool[Array, "B K L"] | None, lse: Float[Array, "B T H"]
+    ) -> Any:
+        """The memory after ``q`` attended, in reading prompts too. Unchanged by default.
+
+        Args:
+          q: as for :meth:`choose`.
+          view: the layer's cache and memory.
+          seen: the tokens that were read; None: all. Where every query head has its own list, those of any head.
+          lse: logarithm of the sum of the exponentials of what was attended; with ``exact.logits`` and ``seen`` it
+            gives the weights again, at the cost of reading those keys once more.
+        """
+        del q, seen, lse
+        return view.memory
+
+    def beside(
+        self, q: Float[Array, "B T H D"], view: LayerView, selection: Selection, lse: Float[Array, "B T H"]
+    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]] | None:
+        """A second part of the softmax, for what is not read: its output, and its lse; None, the default: no such part.
+
+        ``lse`` is that of what was read. The two parts are averaged by the exponentials of their lse.
+        """
+        del q, view, selection, lse
 
     def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
         """Selects what ``q``, the queries of the tokens from ``view.starts`` on, read.

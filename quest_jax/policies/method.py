@@ -19,7 +19,7 @@ class Method:
       make: the policy for a budget of tokens.
       phases: where it can serve, ``decode`` or ``prefill`` or both.
       reads: of the bytes of the cached keys and values, what a step reads to choose and to attend. B is the budget, L
-        the tokens in the cache, S those of a page, T those of a chunk, G query heads of a KV head.
+        the tokens in the cache, S those of a page, T those of a chunk, G query heads of a KV head, D channels of a key.
       source: paper, or what it is for.
       kind: ``select`` leaves in memory what it does not read; ``evict`` never reads it again.
       exact: True where a row of at most the budget is read whole: dense attention.

@@ -1,0 +1,80 @@
+"""Policies that drop tokens for good: in reference mode, where the cache keeps them and a mask does not."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from quest_jax.pallas_kernels.metadata import Kind
+from quest_jax.policies.base import LayerView
+from quest_jax.policies.lists import ListPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class EvictingPolicy(ListPolicy):
+    """A :class:`~quest_jax.policies.lists.ListPolicy` of tokens that never reads again what one step has left out.
+
+    The prompt is attended by ``prefill_policy``, all of it unless told otherwise, and watched. From the first decode
+    step on a row reads at most ``budget`` tokens: those that are alive and rank best, and the new one. What is left out
+    is dead. Memory is not freed: this mode is for measuring what a method keeps.
+
+    A subclass has :meth:`rank`, and :meth:`watch` where it follows the attention.
+
+    Attributes:
+      budget, granularity, dense_layers: see :class:`~quest_jax.policies.lists.ListPolicy`; tokens only.
+    """
+
+    watches: ClassVar[bool] = False
+    """Whether :meth:`watch` is to be called, which reads every attended key once more."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.granularity != "token":
+            raise ValueError(f"{type(self).__name__}: expected granularity 'token', got {self.granularity!r}.")
+
+    def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
+        """The keys that are attended, once more, where the method watches."""
+        if not self.watches:
+            return super().scored(starts, lengths, pages, page_size)
+        return jnp.minimum(lengths, self.budget)
+
+    def scored_nbytes(self, head_dim: int, itemsize: int, metadata: Kind = "float32") -> int:
+        """A key."""
+        del metadata
+        return head_dim * itemsize
+
+    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+        """``alive`` ``[B, K, L]``, and ``watched``, a float32 number for every token."""
+        del head_dim
+        tokens = rows, kv_heads, pages * page_size
+        memory = {"alive": jnp.ones(tokens, bool)}
+        return memory | {"watched": jnp.zeros(tokens, jnp.float32)} if self.watches else memory
+
+    def observe(
+        self, q: Float[Array, "B T H D"], view: LayerView, seen: Bool[Array, "B K L"] | None, lse: Float[Array, "B T H"]
+    ) -> Any:
+        """Buries what was not read, and lets the method watch."""
+        memory = dict(view.memory)
+        if seen is not None and q.shape[1] == 1:
+            new = (jnp.arange(view.capacity) >= view.starts[:, None])[:, None]
+            active = (view.lengths > view.starts)[:, None, None]
+            memory["alive"] &= seen | new | ~active
+        if self.watches:
+            memory["watched"] = self.watch(q, view, seen, lse)
+        return memory
+
+    def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B lists N"]:
+        """The rank of what is alive."""
+        del q
+        return jnp.where(view.memory["alive"], self.rank(view), -jnp.inf)
+
+    def rank(self, view: LayerView) -> Float[Array, "B K L"]:
+        """What to keep first."""
+        raise NotImplementedError(f"{type(self).__name__} does not rank; a policy that evicts defines rank.")
+
+    def watch(
+        self, q: Float[Array, "B T H D"], view: LayerView, seen: Bool[Array, "B K L"] | None, lse: Float[Array, "B T H"]
+    ) -> Float[Array, "B K L"]:
+        """``watched`` after these queries."""
+        raise NotImplementedError(f"{type(self).__name__} does not watch; a policy that watches defines watch.")
