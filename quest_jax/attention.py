@@ -120,9 +120,9 @@ def init_attention(
         norms=policy.needs_norms or prefill_policy.needs_norms, metadata=metadata, block_pages=policy.needs_blocks,
     )  # fmt: skip
     sizes = batch, n_kv_heads, head_dim, cache.pages_per_row, page_size
-    memory = tuple(policy.new_memory(*sizes) for _ in range(n_layers))
+    memory = tuple(policy.new_memory(*sizes) for _ in range(n_layers)) if policy.remembers else None
     return AttentionState(
-        cache=cache if memory[0] is None else cache.replace(memory=memory),
+        cache=cache.replace(memory=memory),
         # Not the lengths again: one buffer under two names could not be donated.
         starts=jnp.zeros(batch, jnp.int32),
         reads=init_reads(n_layers, batch),

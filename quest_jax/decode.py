@@ -364,15 +364,13 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             f"keeps {kept}; prefill with a policy that needs them (policy=), then others can replace it."
         )
     attention = state.attention
-    keeps = policy.new_memory(1, 1, 1, 1, cache.page_size) is not None
-    if keeps and (cache.memory is None or type(policy) is not type(attention.policy)):
+    if policy.remembers and (cache.memory is None or type(policy) is not type(attention.policy)):
         raise ValueError(
             f"policy: {type(policy).__name__} keeps a memory of the prompt, which this state has not; prefill with it "
             "(policy=)."
         )
-    return state.replace(
-        attention=attention.replace(policy=policy, cache=cache if keeps else cache.replace(memory=None))
-    )
+    cache = cache if policy.remembers else cache.replace(memory=None)
+    return state.replace(attention=attention.replace(policy=policy, cache=cache))
 
 
 def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:

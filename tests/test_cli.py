@@ -230,10 +230,10 @@ def test_doctor_prints_json(run):
 @pytest.mark.slow
 def test_eval_passkey_prints_a_table(run, model):
     code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
-                         "--budgets", 64, 2048, "--methods", "quest", "top_p")  # fmt: skip
+                         "--budgets", 64, 2048, "--methods", "quest", "h2o")  # fmt: skip
     assert (code, err) == (0, "")
     assert "passkey, 3 prompts of 1000 tokens" in out
-    assert all(name in out for name in ("dense", "quest 64", "quest 2048", "top_p 64", "top_p 2048"))
+    assert all(name in out for name in ("dense", "quest 64", "quest 2048", "h2o 64", "h2o 2048"))
 
 
 @pytest.mark.slow

@@ -132,6 +132,8 @@ def run(
 ) -> dict[str, Outcome]:
     """Asks every policy every case. A batch of contexts is prefilled once, densely, and all policies start from it.
 
+    Those that keep more of a prompt than its pages (a memory, norms, blocks) read it for themselves, densely too.
+
     Args:
       params: of :func:`quest_jax.load`.
       tokenizer: of :func:`quest_jax.load_tokenizer`.
@@ -160,11 +162,13 @@ def run(
         # Cases repeated to fill the last batch cost less than compiling for another size.
         filled = [*part, *[part[-1]] * (rows - len(part))]
         tails = [case.tail_ids for case in filled]
-        state = prefill(
-            params, [list(case.context_ids) for case in filled], capacity=room, page_size=page_size, eos_token_ids=()
-        )
+        contexts = [list(case.context_ids) for case in filled]
+        options = dict(capacity=room, page_size=page_size, eos_token_ids=())
+        state = prefill(params, contexts, **options)
         for name, policy in policies.items():
-            found = ask(params, replace_policy(state, policy=policy), tails, ANSWER_TOKENS)
+            apart = policy is not None and (policy.remembers or policy.needs_norms or policy.needs_blocks is not None)
+            own = prefill(params, contexts, policy=policy, **options) if apart else replace_policy(state, policy=policy)
+            found = ask(params, own, tails, ANSWER_TOKENS)
             answers[name] += [tokenizer.decode(ids.tolist()) for ids in found.tokens[: len(part)]]
             read[name] += int(found.stats.bytes_read()[..., : len(part)].sum())
             dense[name] += int(found.stats.bytes_dense()[..., : len(part)].sum())

@@ -121,6 +121,11 @@ class Policy:
         del itemsize
         return metadata_nbytes(head_dim, metadata)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether it keeps a memory."""
+        return self.new_memory(1, 1, 1, 1, 1) is not None
+
     def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
         """What a decoding policy keeps of a layer besides its cache, from the first token of the prompt on.
 
