@@ -1,9 +1,16 @@
-"""``quest-jax eval``: passkey, mass, needle, metadata, weights."""
+"""``quest-jax eval``: passkey, mass, needle, metadata, weights, fidelity."""
 
 import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quest_jax.cli.common import Dtype, load_both
 from quest_jax.cli.common import Weights as Kind
+
+if TYPE_CHECKING:
+    from quest_jax import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +46,12 @@ class Passkey:
         from rich.console import Console
 
         from quest_jax.evals import passkey
-        from quest_jax.policies import registry
         from quest_jax.progress import counting, stderr_console
 
         budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
-        policies = {"dense": None}
-        for method in map(registry.find, self.methods):
-            if "decode" not in method.phases:
-                raise ValueError(f"methods: expected those that decode, got {method.name!r}, which reads prompts only.")
-            for budget in budgets:
-                policies[f"{method.name} {budget}"] = policy = method.make(budget)
-                policy.check(self.page_size)
+        policies: dict[str, Policy | None] = {"dense": None}
+        for name in self.methods:
+            policies |= policies_of(name, budgets, self.page_size)
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
         cases = passkey.make_cases(tokenizer, self.tokens, self.cases, self.seed)
@@ -243,4 +245,77 @@ class Weights:
         return 0
 
 
-COMMANDS = {"passkey": Passkey, "mass": Mass, "needle": Needle, "metadata": Metadata, "weights": Weights}
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """Measure what methods keep of dense attention while decoding prose, and the bytes they read for it.
+
+    Layer by layer, on the model's own queries, keys and values. `full`, `random`, `sink_window` and `oracle` are always
+    among the rows.
+
+    Attributes:
+      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
+      methods: names of `quest-jax methods` that decode; all if none.
+      budgets: tokens that a method reads per layer and KV head.
+      tokens: length of the text, of Moby-Dick.
+      queries: of the last tokens, decoded one by one.
+      page_size: tokens in a page of the cache.
+      dtype: of the weights and the cache.
+      json: write every number to this file too.
+    """
+
+    model: str = "smollm2-135m"
+    methods: tuple[str, ...] = ()
+    budgets: tuple[int, ...] = (256, 512, 1024)
+    tokens: int = 3072
+    queries: int = 64
+    page_size: int = 16
+    dtype: Dtype = "float32"
+    json: pathlib.Path | None = None
+
+    def run(self) -> int:
+        """Prints the table."""
+        from rich.console import Console
+
+        from quest_jax.evals import fidelity, mass
+        from quest_jax.policies import registry
+        from quest_jax.progress import counting, stderr_console
+
+        names = self.methods or [name for name, one in registry.methods().items() if "decode" in one.phases]
+        policies = {"full": registry.find("full").make(0)}
+        for name in dict.fromkeys(["random", "sink_window", "oracle", *names]):
+            policies |= {} if name == "full" else policies_of(name, self.budgets, self.page_size)
+        console = stderr_console()
+        params, tokenizer = load_both(self.model, self.dtype, console)
+        with counting("layers", console) as progress:
+            ids = mass.prose(tokenizer, self.tokens)
+            found = fidelity.run(
+                params, ids, policies, queries=self.queries, page_size=self.page_size, progress=progress
+            )
+        if self.json is not None:
+            about = {"model": self.model, "tokens": self.tokens, "queries": self.queries, "page_size": self.page_size}
+            text = json.dumps(about | {"dtype": self.dtype, "rows": fidelity.as_json(found)}, indent=1)
+            self.json.write_text(text + "\n", encoding="utf-8")
+        Console().print(fidelity.table(found, self.tokens, self.queries))
+        return 0
+
+
+def policies_of(name: str, budgets: Sequence[int], page_size: int) -> "dict[str, Policy]":
+    """The policies of one method, by its name and the budget.
+
+    Raises:
+      ValueError: no such method, one that reads prompts only, or a budget it cannot work with.
+    """
+    from quest_jax.policies import registry
+
+    method, found = registry.find(name), {}
+    if "decode" not in method.phases:
+        raise ValueError(f"methods: expected those that decode, got {name!r}, which reads prompts only.")
+    for budget in budgets:
+        found[f"{name} {budget}"] = policy = method.make(budget)
+        policy.check(page_size)
+    return found
+
+
+COMMANDS = {
+    "passkey": Passkey, "fidelity": Fidelity, "mass": Mass, "needle": Needle, "metadata": Metadata, "weights": Weights,
+}  # fmt: skip

@@ -1,0 +1,86 @@
+"""What methods keep of dense attention: the figures against NumPy, and the command."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quest_jax
+from quest_jax.evals import fidelity
+from quest_jax.evals.capture import capture
+from quest_jax.policies import registry
+from quest_jax.policies.h2o import H2O
+from quest_jax.policies.oracle import Oracle
+from quest_jax.policies.random_tokens import Random
+from quest_jax.policies.sink_window import SinkWindow
+from quest_jax.policies.sparq import SparQ
+from tests.models_for_tests import tiny
+
+IDS, QUERIES, PAGE = [(7 * i * i + i) % 97 for i in range(300)], 12, 8
+
+
+def measured(**policies):
+    return fidelity.run(tiny(), IDS, policies, queries=QUERIES, page_size=PAGE)
+
+
+def test_the_figures_of_a_window_are_those_of_numpy():
+    params, policy = tiny(), SinkWindow(40)
+    found = measured(window=policy)["window"]
+    captured = capture(params, IDS, PAGE)
+    config = params.config
+    layer = config.n_layers - 1
+    keys, values = (np.asarray(x[0], np.float64) for x in fidelity._by_position(
+        captured.state.cache.kv[layer], config.head_dim))  # fmt: skip
+    queries = np.asarray(captured.queries[layer][0], np.float64)
+    for head in range(config.n_heads):
+        mass, recall, away, size = [], [], 0.0, 0.0
+        for at in range(len(IDS) - QUERIES, len(IDS)):
+            kv = head * config.n_kv_heads // config.n_heads
+            scores = keys[: at + 1, kv] @ queries[at, head] / np.sqrt(config.head_dim)
+            weights = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            read = [*range(4), *range(at + 1 - 36, at + 1)]
+            mass.append(weights[read].sum())
+            recall.append(len(set(np.argsort(-weights)[:10].tolist()) & set(read)) / 10)
+            exact = weights @ values[: at + 1, kv]
+            away += ((weights[read] @ values[read, kv] / weights[read].sum() - exact) ** 2).sum()
+            size += (exact**2).sum()
+        assert found.mass[-1, head] == pytest.approx(np.mean(mass), abs=1e-5)
+        assert found.recall[-1, head] == pytest.approx(np.mean(recall), abs=1e-5)
+        assert found.error[-1, head] == pytest.approx(np.sqrt(away / size), abs=1e-4)
+    lengths = np.arange(len(IDS) - QUERIES, len(IDS)) + 1
+    assert found.share == pytest.approx(40 * QUERIES / lengths.sum())
+
+
+def test_what_a_sound_method_must_show():
+    found = measured(full=quest_jax.Dense(), oracle=Oracle(40), blind=Random(40), quest=quest_jax.Quest(40),
+                     h2o=H2O(40), sparq=SparQ(40), all=H2O(512))  # fmt: skip
+    for name in ("full", "all"):
+        assert found[name].mass.min() > 1 - 1e-5 and found[name].error.max() < 1e-4 and found[name].recall.min() == 1
+    assert found["full"].share == 1
+    for name in ("blind", "quest", "h2o"):
+        assert found[name].mass.mean() < found["oracle"].mass.mean(), name
+        assert 0 < found[name].share < 1
+    assert found["oracle"].recall.mean() > 0.7 > found["blind"].recall.mean()
+    # Of a text read once, what its methods read is what a generation counts.
+    assert found["quest"].share == pytest.approx((40 / 8 + 37) / 37 / 8 / 1, rel=0.2)
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="expected policies and 1 to 299 queries .* got 0 and 12"):
+        measured()
+    with pytest.raises(ValueError, match="got 1 and 300"):
+        fidelity.run(tiny(), IDS, {"full": quest_jax.Dense()}, queries=300)
+    with pytest.raises(ValueError, match="at least one page"):
+        measured(quest=quest_jax.Quest(4))
+
+
+@pytest.mark.slow
+def test_every_method_that_decodes_is_measured():
+    policies = {name: one.make(48) for name, one in registry.methods().items() if "decode" in one.phases}
+    found = measured(**policies)
+    for name, one in found.items():
+        assert all(np.isfinite(x).all() for x in (one.mass, one.recall, one.error)), name
+        assert 0 < one.mass.mean() <= 1 + 1e-5 and one.share > 0, name
+        assert jnp.asarray(one.mass).shape == (tiny().config.n_layers - 2, tiny().config.n_heads)
+    assert json.loads(json.dumps(fidelity.as_json(found)))["quest"]["mass"] == pytest.approx(found["quest"].mass.mean())
