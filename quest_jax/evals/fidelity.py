@@ -140,7 +140,7 @@ def _measure(
         best = lax.top_k(weights, min(TOP, room))[1]
         kept = jnp.take_along_axis(marks, best, axis=-1).mean(axis=-1)
         away = ((out[0, 0].astype(jnp.float32) - exact) ** 2).sum(axis=-1)
-        counts = jax.tree.map(lambda count: count[0, 0], after.reads)
+        counts = tuple(getattr(after.reads, name)[0, 0].astype(jnp.float32) for name in ("read", "scored", "live"))
         return after, ((weights * marks).sum(axis=-1), kept, away, (exact**2).sum(axis=-1), counts)
 
     state = lax.fori_loop(0, -(-first // _CHUNK), read, state)
@@ -148,9 +148,9 @@ def _measure(
     shape, itemsize = pool_shape(state.cache.kv[0]), pool_dtype(state.cache.kv[0]).itemsize
     page = policy.unit(page_size) * 2 * shape.head_dim * itemsize
     scored = policy.scored_nbytes(shape.head_dim, itemsize, state.cache.metadata)
-    nbytes = counts.read.astype(jnp.float32).sum() * page + counts.scored.astype(jnp.float32).sum() * scored
-    dense = counts.live.astype(jnp.float32).sum() * page
-    return mass.mean(axis=0), recall.mean(axis=0), jnp.sqrt(away.sum(axis=0) / size.sum(axis=0)), nbytes, dense
+    n_read, n_scored, n_live = (count.sum() for count in counts)
+    error = jnp.sqrt(away.sum(axis=0) / size.sum(axis=0))
+    return mass.mean(axis=0), recall.mean(axis=0), error, n_read * page + n_scored * scored, n_live * page
 
 
 def _memory_of(policy, k, v, at, before, after):

@@ -93,7 +93,7 @@ class ListPolicy(Policy):
 
 def best(
     scores: Float[Array, "B lists N"],
-    counts: Int[Array, "B lists"],
+    counts: Int[Array, "B #lists"],
     width: int,
     beside: tuple[Int[Array, "B n"], Bool[Array, "B n"]] | None = None,
 ) -> Selection:

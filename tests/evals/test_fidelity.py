@@ -2,14 +2,12 @@
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import quest_jax
 from quest_jax.evals import fidelity
 from quest_jax.evals.capture import capture
-from quest_jax.policies import registry
 from quest_jax.policies.h2o import H2O
 from quest_jax.policies.oracle import Oracle
 from quest_jax.policies.random_tokens import Random
@@ -62,8 +60,11 @@ def test_what_a_sound_method_must_show():
         assert found[name].mass.mean() < found["oracle"].mass.mean(), name
         assert 0 < found[name].share < 1
     assert found["oracle"].recall.mean() > 0.7 > found["blind"].recall.mean()
-    # Of a text read once, what its methods read is what a generation counts.
-    assert found["quest"].share == pytest.approx((40 / 8 + 37) / 37 / 8 / 1, rel=0.2)
+    # 5 of the 37 pages, and of every page its min and max: an eighth of its bytes.
+    assert found["quest"].share == pytest.approx((5 + 37 / 8) / 37, rel=0.03)
+    row = json.loads(json.dumps(fidelity.as_json(found)))["quest"]
+    assert row["mass"] == pytest.approx(found["quest"].mass.mean())
+    assert np.shape(row["error_by_layer_and_head"]) == (tiny().config.n_layers - 2, tiny().config.n_heads)
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -73,14 +74,3 @@ def test_what_cannot_be_measured_is_refused():
         fidelity.run(tiny(), IDS, {"full": quest_jax.Dense()}, queries=300)
     with pytest.raises(ValueError, match="at least one page"):
         measured(quest=quest_jax.Quest(4))
-
-
-@pytest.mark.slow
-def test_every_method_that_decodes_is_measured():
-    policies = {name: one.make(48) for name, one in registry.methods().items() if "decode" in one.phases}
-    found = measured(**policies)
-    for name, one in found.items():
-        assert all(np.isfinite(x).all() for x in (one.mass, one.recall, one.error)), name
-        assert 0 < one.mass.mean() <= 1 + 1e-5 and one.share > 0, name
-        assert jnp.asarray(one.mass).shape == (tiny().config.n_layers - 2, tiny().config.n_heads)
-    assert json.loads(json.dumps(fidelity.as_json(found)))["quest"]["mass"] == pytest.approx(found["quest"].mass.mean())

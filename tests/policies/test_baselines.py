@@ -178,7 +178,7 @@ def test_the_columns_that_a_sample_of_queries_attends_to(case, options):
         (lambda: SampleAttention(64, n_queries=0), ValueError, "n_queries to be at least 1, got 0"),
     ],
 )
-def test_impossible_methods_are_refused(make, error, message):
+def test_impossible_methods_are_refused(as_a_user, make, error, message):
     with pytest.raises(error, match=message):
         make()
 

@@ -42,31 +42,40 @@ def new_tokens(lengths, phase):
     return np.minimum(lengths, CHUNK if phase == "prefill" else 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def step(policy, phase, q, k, v, lengths, new):
-    """Fills a cache whose memory held NaN, then brings the last ``new`` tokens by the policy."""
+@functools.partial(jax.jit, static_argnums=0)
+def fill(keeper, q, k, v, lengths):
+    """The state of a dense prompt, in a cache whose memory held NaN, with what ``keeper`` keeps beside it."""
     state = quest_jax.init_attention(
-        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE,
-        policy=policy if phase == "decode" else None, prefill_policy=policy if phase == "prefill" else None,
+        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=keeper
     )  # fmt: skip
     poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.cache.kv, state.cache.meta))
     state = state.replace(cache=state.cache.replace(kv=poisoned[0], meta=poisoned[1]))
-    dense = state.prefill_policy
-    state = quest_jax.extend(state.replace(prefill_policy=quest_jax.Dense()), lengths - new)
-    _, state = quest_jax.attend(0, q, k, v, state)
+    return quest_jax.attend(0, q, k, v, quest_jax.extend(state, lengths))[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def step(policy, phase, state, q, k, v, new):
+    """Brings the last ``new`` tokens by the policy; returns the output, the state, and what the policy lists."""
+    by = dict(policy=policy) if phase == "decode" else dict(prefill_policy=policy)
+    out, state = quest_jax.attend(0, q, k, v, quest_jax.extend(state.replace(**by), new))
+    view = state.view(0)
+    return out, state, None if policy.is_dense(0, view) else policy.choose(q, view, None), policy.covers(view)
+
+
+def run_by(policy, phase, group, lengths, rows=slice(None)):
+    q, k, v = (x[rows] for x in draw(group))
+    lengths = np.asarray(lengths)
+    new = new_tokens(lengths, phase)
+    apart = policy.remembers or policy.needs_norms or policy.needs_blocks is not None
+    state = fill(policy if apart else quest_jax.Dense(), q, k, v, jnp.asarray(lengths - new))
     width = CHUNK if phase == "prefill" else 1
-    at = jnp.minimum((lengths - new)[:, None] + jnp.arange(width), CAPACITY - 1)
-    own = [jnp.take_along_axis(x, at[..., None, None], axis=1) for x in (q, k, v)]
-    state = quest_jax.extend(state.replace(prefill_policy=dense), new)
-    return quest_jax.attend(0, *own, state)
+    at = np.minimum((lengths - new)[:, None] + np.arange(width), CAPACITY - 1)[..., None, None]
+    return step(policy, phase, state, *(np.take_along_axis(x, at, axis=1) for x in (q, k, v)), jnp.asarray(new))
 
 
 def run(name, phase, group, budget, rows=slice(None)):
-    q, k, v = (x[rows] for x in draw(group))
-    lengths = np.array(LENGTHS)[rows]
-    new = new_tokens(lengths, phase)
-    out, state = step(policy_of(name, budget), phase, q, k, v, jnp.asarray(lengths), jnp.asarray(new))
-    return np.asarray(out), state
+    out, *others = run_by(policy_of(name, budget), phase, group, LENGTHS[rows], rows)
+    return np.asarray(out), *others
 
 
 def attention(group, row, query, allowed):
@@ -81,66 +90,47 @@ def attention(group, row, query, allowed):
     return out
 
 
-def check_whole(name, phase, group, out):
-    for row, length in enumerate(LENGTHS):
-        first = length - new_tokens(length, phase)
-        for query in range(first, length):
-            want = attention(group, row, query, [range(length)] * KV_HEADS * group)
-            np.testing.assert_allclose(out[row, query - first], want, atol=1e-5, err_msg=f"{name} {row} {query}")
-
-
 @pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_step_attends_to_what_the_method_lists(name, phase, group):
-    policy = policy_of(name, BUDGET)
-    compiled = step._cache_size()
-    out, state = run(name, phase, group, BUDGET)
+    policy, compiled = policy_of(name, BUDGET), step._cache_size()
+    out, _, selection, covered = run(name, phase, group, BUDGET)
     assert np.isfinite(out).all() and not out[0].any()
-    again, _ = run(name, phase, group, BUDGET)
-    np.testing.assert_array_equal(out, again)
+    np.testing.assert_array_equal(out, run(name, phase, group, BUDGET)[0])
+    shorter = [length // 2 for length in LENGTHS]
+    assert np.isfinite(run_by(policy, phase, group, shorter)[0]).all()
+    assert step._cache_size() == compiled + 1, "one program, whatever the lengths"
+    for row in (3, 6) if group == 3 else ():
+        np.testing.assert_allclose(run(name, phase, group, BUDGET, slice(row, row + 1))[0][0], out[row], atol=2e-6)
+    if selection is None:
+        return
     plain = type(policy).beside is quest_jax.Policy.beside  # others attend to more than what they list
-    if not policy.is_dense(0, state.view(0)):
-        selection = jax.jit(lambda q, view: policy.choose(q, view, None))(_own(group, phase), state.view(0))
-        pages, counts = np.asarray(selection.pages), np.asarray(selection.counts)
-        unit, lists = policy.unit(PAGE), pages.shape[1]
-        for row, length in enumerate(LENGTHS):
-            new = new_tokens(length, phase)
-            if policy.covers(state.view(0)) is not None and policy.covers(state.view(0))[row]:
-                continue
-            live = [pages[row, one, : counts[row, one]] for one in range(lists)]
-            assert all((np.diff(one) > 0).all() for one in live), "ascending, nothing twice"
-            assert all(len(one) * unit <= max(BUDGET, 3 * unit) + new + 2 * unit for one in live)
-            sets = [{t for page in one for t in range(page * unit, min(length, (page + 1) * unit))} for one in live]
-            by_head = [sets[head * lists // (KV_HEADS * group)] for head in range(KV_HEADS * group)]
-            for query in range(length - new, length) if plain else ():
-                want = attention(group, row, query, by_head)
-                np.testing.assert_allclose(out[row, query - length + new], want, atol=1e-5, err_msg=f"{row} {query}")
-    for row in (3, 6):
-        alone, _ = run(name, phase, group, BUDGET, slice(row, row + 1))
-        np.testing.assert_allclose(alone[0], out[row], atol=2e-6)
-    assert step._cache_size() <= compiled + 2, "one program a batch size, whatever the lengths"
-
-
-def _own(group, phase):
-    q, lengths = draw(group)[0], np.array(LENGTHS)
-    width = CHUNK if phase == "prefill" else 1
-    at = np.minimum((lengths - new_tokens(lengths, phase))[:, None] + np.arange(width), CAPACITY - 1)
-    return jnp.asarray(np.take_along_axis(q, at[..., None, None], axis=1))
+    pages, counts = np.asarray(selection.pages), np.asarray(selection.counts)
+    unit, lists = policy.unit(PAGE), pages.shape[1]
+    for row, length in enumerate(LENGTHS):
+        new = new_tokens(length, phase)
+        if covered is not None and covered[row]:
+            continue
+        live = [pages[row, one, : counts[row, one]] for one in range(lists)]
+        assert all((np.diff(one) > 0).all() for one in live), "ascending, nothing twice"
+        assert all(len(one) * unit <= max(BUDGET, 3 * unit) + new + 2 * unit for one in live)
+        sets = [{t for page in one for t in range(page * unit, min(length, (page + 1) * unit))} for one in live]
+        by_head = [sets[head * lists // (KV_HEADS * group)] for head in range(KV_HEADS * group)]
+        for query in range(length - new, length) if plain else ():
+            want = attention(group, row, query, by_head)
+            np.testing.assert_allclose(out[row, query - length + new], want, atol=1e-5, err_msg=f"{row} {query}")
 
 
 @pytest.mark.parametrize(("name", "phase"), [case for case in CASES if registry.find(case[0]).exact])
 def test_a_budget_that_holds_everything_is_dense_attention(name, phase):
-    check_whole(name, phase, 3, run(name, phase, 3, CAPACITY + PAGE)[0])
-    # Here of the longest row more is cached than the budget: the program cannot be dense by its shapes alone.
-    policy = policy_of(name, 200)
-    q, k, v = (x[:7] for x in draw(3))
-    lengths = np.array(LENGTHS[:7])
-    new = new_tokens(lengths, phase)
-    out, _ = step(policy, phase, q, k, v, jnp.asarray(lengths), jnp.asarray(new))
-    for row, length in enumerate(lengths):
-        for query in range(length - new[row], length):
+    # Of the longest row more is cached than the budget: the program cannot be dense by its shapes alone.
+    budget = 200
+    out = run(name, phase, 3, budget)[0]
+    for row, length in enumerate(LENGTHS):
+        first = length - new_tokens(length, phase)
+        for query in range(first, length) if length <= budget else ():
             want = attention(3, row, query, [range(length)] * KV_HEADS * 3)
-            np.testing.assert_allclose(np.asarray(out)[row, query - length + new[row]], want, atol=1e-5)
+            np.testing.assert_allclose(out[row, query - first], want, atol=1e-5, err_msg=f"{row} {query}")
 
 
 def test_the_table_of_the_readme_is_that_of_the_registry(capsys):
@@ -160,9 +150,11 @@ def test_a_method_is_a_file_of_its_own(tmp_path, monkeypatch):
     registry.methods.cache_clear()
     try:
         assert "`every_other`" in registry.markdown()
-        check_whole("every_other", "decode", 3, run("every_other", "decode", 3, CAPACITY + PAGE)[0])
-        _, state = run("every_other", "decode", 3, 24)
+        test_a_step_attends_to_what_the_method_lists("every_other", "decode", 3)
+        test_a_budget_that_holds_everything_is_dense_attention("every_other", "decode")
+        _, state, selection, _ = run("every_other", "decode", 3, 24)
         assert int(state.reads.read[0, -1]) == 24 * KV_HEADS
+        assert np.asarray(selection.pages)[-1, 0].tolist() == list(range(CAPACITY - 47, CAPACITY, 2))
     finally:
         registry.methods.cache_clear()
 
