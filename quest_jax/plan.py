@@ -311,7 +311,7 @@ def _sized(
         weights=weights, kv=kv, metadata=every - kv - norms - lengths, norms=norms,
         logits=4 * batch * config.vocab_size,
         prefill=prefill_temporaries(
-            config, prefill_policy, dense["prefill_policy"], **room, chunk=taken, **numbers
+            config, prefill_policy, dense["prefill_policy"], **room, chunk=taken, **numbers, watched=policy.watches
         ),
         decode=decode_temporaries(config, policy, dense["policy"], **room, **numbers),
         programs=program_bytes(*dense["policy"], *dense["prefill_policy"]),

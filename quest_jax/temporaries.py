@@ -43,6 +43,7 @@ def prefill_temporaries(
     page_size: int,
     itemsize: int,
     quantized: bool = False,
+    watched: bool = False,
 ) -> int:
     """Returns the estimated bytes of temporaries of one chunk of the prompt.
 
@@ -53,8 +54,10 @@ def prefill_temporaries(
       batch, capacity, chunk, page_size: B, L, T, S.
       itemsize: bytes of a weight, and of a number in the cache.
       quantized: the matrices are, and blocks of them are widened.
+      watched: the policy for decoding computes with the chunk's weights, one row after the other.
     """
     held, stage = _layers(config, policy, dense, batch, capacity, chunk, page_size, itemsize)
+    stage += 8 * config.n_heads * chunk * capacity * watched
     widened = _widened(config, batch * chunk, batch, itemsize) if quantized else 0
     return _rounded(held + max(stage, 8 * batch * config.vocab_size) + widened)
 
@@ -152,7 +155,7 @@ def _scoring(config: LlamaConfig, policy: Policy, batch: int, capacity: int, pag
     if policy.copies_keys:  # one row after the other; the softmax of the queries that choose
         queries = min(tokens, getattr(policy, "n_queries", 1))
         copy = 8 * config.n_kv_heads * capacity * config.head_dim
-        return copy + 16 * batch * config.n_heads * queries * capacity
+        return copy + 8 * batch * config.n_heads * queries * capacity
     if not isinstance(policy, PagePolicy):  # scores keys, for one token by the mean of a group's queries
         return 16 * batch * (config.n_kv_heads if tokens == 1 else config.n_heads) * capacity
     count = capacity // page_size

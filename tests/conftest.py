@@ -5,9 +5,11 @@ import os
 # Before anything imports jax: an installed CUDA or TPU plugin must not probe for its device.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import contextlib
 import itertools
 import pathlib
-import tempfile
+import shutil
+import time
 
 import hypothesis
 import jax
@@ -33,30 +35,59 @@ tests_run = itertools.count(1)
 def pytest_collection_modifyitems(items):
     """Longest first: a worker that begins a test of minutes when all others are done leaves the others idle.
 
-    With ``--dist worksteal`` every worker begins with a run of the list of its own, so each of these gets its share.
+    With ``--dist worksteal`` every worker begins with a run of the list of its own. Each gets its share of the longest,
+    and whole files, whose tests compile the same programs.
     """
-    items.sort(key=_shortness)
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    items[:] = [item for first in range(workers) for item in items[first::workers]]
+    shares = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    for longest in sorted(filter(_seconds, items), key=_seconds, reverse=True):
+        min(shares, key=lambda share: sum(map(_seconds, share))).append(longest)
+    for tests in sorted(files.values(), key=len, reverse=True):
+        min(shares, key=len).extend(item for item in tests if not _seconds(item))
+    items[:] = [item for share in shares for item in sorted(share, key=_seconds_then_slow)]
 
 
-def _shortness(item):
-    """By what ``pytest.mark.slow(seconds=...)`` says; slow tests that say nothing before the others."""
+def _seconds(item):
+    """What ``pytest.mark.slow(seconds=...)`` says."""
     mark = item.get_closest_marker("slow")
-    return (mark is None, -mark.kwargs.get("seconds", 0) if mark else 0)
+    return mark.kwargs.get("seconds", 0) if mark else 0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def programs_are_kept():
-    """A program that one test has compiled is read by the next: a fifth of a run's time.
+def _seconds_then_slow(item):
+    return -_seconds(item), "slow" not in item.keywords
 
-    Every process has a directory of its own, since JAX's writes to it are not atomic.
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """Where the programs of this process are kept, beside those of the other workers.
+
+    A directory of its own: JAX's writes are not atomic, and what another process reads half of is an error.
     """
-    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
-    with tempfile.TemporaryDirectory(prefix="quest-jax-programs.", ignore_cleanup_errors=True) as kept:
-        for name, value in zip(names, (kept, 0, -1), strict=True):
-            jax.config.update(f"jax_{name}", value)
-        yield
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    base = tmp_path_factory.getbasetemp()
+    own = (base.parent if worker else base) / "programs" / (worker or "alone")
+    own.mkdir(parents=True)
+    for name, value in (
+        ("compilation_cache_dir", str(own)),
+        ("persistent_cache_min_compile_time_secs", 0),
+        ("persistent_cache_min_entry_size_bytes", -1),
+    ):
+        jax.config.update(f"jax_{name}", value)
+    yield own
+    shutil.rmtree(own, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def programs_are_shared(programs):
+    """What one test has compiled is read by the next, in another worker too: a third of a run's time."""
+    have = set(os.listdir(programs))
+    for other in programs.parent.iterdir():
+        for name in set(os.listdir(other)) - have:
+            if time.time() - (other / name).stat().st_mtime > 1:  # it is whole
+                with contextlib.suppress(FileExistsError):  # compiled here in the meantime
+                    os.link(other / name, programs / name)
 
 
 @pytest.fixture(autouse=True)

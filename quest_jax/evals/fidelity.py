@@ -117,8 +117,8 @@ def _measure(
     )
 
     def step(state, at, tokens, new):
-        own = (lax.dynamic_slice_in_dim(x, at, tokens, axis=1) for x in (q, k, v))
-        return attend(0, *own, extend(state, new[None]))
+        own = [lax.dynamic_slice_in_dim(x, at, tokens, axis=1) for x in (q, k, v)]
+        return attend(0, own[0], own[1], own[2], extend(state, new[None]))
 
     def read(i, state):
         return step(state, i * _CHUNK, _CHUNK, jnp.clip(first - i * _CHUNK, 0, _CHUNK))[1]

@@ -11,7 +11,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rich.table import Table
 
@@ -163,7 +163,7 @@ def run(
         filled = [*part, *[part[-1]] * (rows - len(part))]
         tails = [case.tail_ids for case in filled]
         contexts = [list(case.context_ids) for case in filled]
-        options = dict(capacity=room, page_size=page_size, eos_token_ids=())
+        options: dict[str, Any] = dict(capacity=room, page_size=page_size, eos_token_ids=())
         state = prefill(params, contexts, **options)
         for name, policy in policies.items():
             apart = policy is not None and (policy.remembers or policy.needs_norms or policy.needs_blocks is not None)

@@ -73,10 +73,12 @@ class Policy:
     Attributes:
       prefills: True in a class whose :meth:`choose` serves the many queries of a chunk, so that it can read prompts.
       copies_keys: True in a class that computes with a copy of a row's keys, for which the plan then has room.
+      watches: True in a class whose :meth:`observe` computes with the weights of all queries, likewise.
     """
 
     prefills: ClassVar[bool] = False
     copies_keys: ClassVar[bool] = False
+    watches: ClassVar[bool] = False
 
     @property
     def needs_norms(self) -> bool:

@@ -1,7 +1,7 @@
 """Policies that drop tokens for good: in reference mode, where the cache keeps them and a mask does not."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,14 +19,11 @@ class EvictingPolicy(ListPolicy):
     step on a row reads at most ``budget`` tokens: those that are alive and rank best, and the new one. What is left out
     is dead. Memory is not freed: this mode is for measuring what a method keeps.
 
-    A subclass has :meth:`rank`, and :meth:`watch` where it follows the attention.
+    A subclass has :meth:`rank`, and where it says ``watches`` :meth:`watch`, which reads every attended key once more.
 
     Attributes:
       budget, granularity, dense_layers: see :class:`~quest_jax.policies.lists.ListPolicy`; tokens only.
     """
-
-    watches: ClassVar[bool] = False
-    """Whether :meth:`watch` is to be called, which reads every attended key once more."""
 
     def __post_init__(self):
         super().__post_init__()

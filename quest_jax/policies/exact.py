@@ -14,20 +14,20 @@ def logits(q: Float[Array, "B T H D"], at: Int[Array, "B T"], view: LayerView) -
 
     Copies a row's keys: for measuring, and for methods that look at few queries.
     """
+    rows = jnp.arange(len(q))
+    return lax.map(lambda one: _logits_of_row(view, *one), (rows, q, at, view.lengths))
+
+
+def _logits_of_row(view, row, q, at, length):
+    """[K, G, T, L] of one row's queries ``[T, H, D]`` at ``at [T]``."""
     shape = pool_shape(view.kv)
     scale = q.shape[-1] ** -0.5
-    q = pad_head_dim(q, shape.head_dim)
-
-    def one(args):
-        row, q, at, length = args
-        keys = keys_of(view, row)
-        by_head = q.reshape(len(q), shape.kv_heads, -1, shape.head_dim).transpose(1, 2, 0, 3)  # [K, G, T, D]
-        flat = by_head.reshape(shape.kv_heads, -1, shape.head_dim).astype(keys.dtype)
-        scores = dot("krd,kld->krl", flat, keys).reshape(*by_head.shape[:-1], -1) * scale
-        place = jnp.arange(view.capacity)
-        return jnp.where((place < length) & (place <= at[:, None]), scores, -jnp.inf)
-
-    return lax.map(one, (jnp.arange(len(q)), q, at, view.lengths))
+    keys, q = keys_of(view, row), pad_head_dim(q, shape.head_dim)
+    by_head = q.reshape(len(q), shape.kv_heads, -1, shape.head_dim).transpose(1, 2, 0, 3)  # [K, G, T, D]
+    flat = by_head.reshape(shape.kv_heads, -1, shape.head_dim).astype(keys.dtype)
+    scores = dot("krd,kld->krl", flat, keys).reshape(*by_head.shape[:-1], -1) * scale
+    place = jnp.arange(view.capacity)
+    return jnp.where((place < length) & (place <= at[:, None]), scores, -jnp.inf)
 
 
 def keys_of(view: LayerView, row: Int[Array, ""]) -> Float[Array, "K L D"]:
@@ -47,11 +47,14 @@ def column_mass(
       q, seen, lse: as :meth:`~quest_jax.policies.base.Policy.observe` is given them.
       view: the layer's cache.
     """
-    rows, tokens, heads, _ = q.shape
-    at = view.starts[:, None] + jnp.arange(tokens)
+    at = view.starts[:, None] + jnp.arange(q.shape[1])
     kv_heads = pool_shape(view.kv).kv_heads
-    sums = lse.transpose(0, 2, 1).reshape(rows, kv_heads, heads // kv_heads, tokens, 1)
-    real = (at < view.lengths[:, None])[:, None, None, :, None]
-    weights = jnp.where(real & (sums > -jnp.inf), jnp.exp(logits(q, at, view) - sums), 0)
-    mass = weights.sum(axis=(2, 3))
+
+    def one(args):
+        row, q, at, lse, length = args
+        sums = lse.T.reshape(kv_heads, -1, len(q), 1)
+        real = (at < length)[:, None] & (sums > -jnp.inf)
+        return jnp.where(real, jnp.exp(_logits_of_row(view, row, q, at, length) - sums), 0).sum(axis=(1, 2))
+
+    mass = lax.map(one, (jnp.arange(len(q)), q, at, lse, view.lengths))
     return mass if seen is None else jnp.where(seen, mass, 0)
