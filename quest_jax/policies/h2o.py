@@ -41,7 +41,7 @@ class H2O(EvictingPolicy):
 
 METHODS = (
     Method(
-        "h2o", H2O, ("decode",), "3 B / 2 L", "[H2O](https://arxiv.org/abs/2306.14048): largest sums, the last tokens",
-        kind="evict",
+        "h2o", H2O, ("decode",), "3 B / (2 L)",
+        "[H2O](https://arxiv.org/abs/2306.14048): largest sums, the last tokens", kind="evict",
     ),
 )  # fmt: skip

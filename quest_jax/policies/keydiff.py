@@ -50,7 +50,7 @@ class KeyDiff(EvictingPolicy):
 
 METHODS = (
     Method(
-        "keydiff", KeyDiff, ("decode",), "3 B / 2 L",
+        "keydiff", KeyDiff, ("decode",), "3 B / (2 L)",
         "[KeyDiff](https://arxiv.org/abs/2504.15364): the keys least like their mean", kind="evict",
     ),
 )  # fmt: skip

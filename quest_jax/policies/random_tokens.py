@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -26,6 +27,11 @@ class Random(ListPolicy):
     """
 
     seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer) or self.seed < 0:
+            raise ValueError(f"Random: expected seed to be an integer of at least 0, got {self.seed!r}.")
 
     def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B lists N"]:
         """Uniform in [0, 1)."""

@@ -115,7 +115,7 @@ class SparQ(ListPolicy):
 
 METHODS = (
     Method(
-        "sparq", SparQ, ("decode",), "16 / 2 D + B / L",
+        "sparq", SparQ, ("decode",), "16 / (2 D) + B / L",
         "[SparQ](https://arxiv.org/abs/2312.04985): 16 channels of the query choose, the mean value for the rest",
     ),
 )  # fmt: skip

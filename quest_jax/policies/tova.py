@@ -44,7 +44,7 @@ class TOVA(EvictingPolicy):
 
 METHODS = (
     Method(
-        "tova", TOVA, ("decode",), "3 B / 2 L", "[TOVA](https://arxiv.org/abs/2401.06104): weights of the last query",
+        "tova", TOVA, ("decode",), "3 B / (2 L)", "[TOVA](https://arxiv.org/abs/2401.06104): weights of the last query",
         kind="evict",
     ),
 )  # fmt: skip

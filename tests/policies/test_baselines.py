@@ -167,6 +167,7 @@ def test_the_columns_that_a_sample_of_queries_attends_to(case, options):
         (lambda: Oracle(2.5), TypeError, "Oracle: expected budget to be an integer, got 2.5"),
         (lambda: SinkWindow(4), ValueError, r"a sink in \[0, 4\), the budget, got 4"),
         (lambda: SinkWindow(8, sink=True), TypeError, "sink to be an integer, got True"),
+        (lambda: Random(8, seed=-1), ValueError, "seed to be an integer of at least 0, got -1"),
         (lambda: Random(8, granularity="row"), ValueError, "granularity 'token' or 'page', got 'row'"),
         (lambda: Random(8, granularity="page").check(16), ValueError, "at least one page, 16 tokens, got 8"),
         (lambda: TopP(64, p=0), ValueError, r"expected p in \(0, 1\].*got 0"),
