@@ -138,7 +138,7 @@ def test_plan_prints_a_table_or_json_from_a_config_alone(run, model, tmp_path):
     (("eval", "passkey", "--model", "MODEL", "--tokens", "9", "--budgets", "32"), "n_tokens: expected"),
     (("eval", "passkey", "--model", "MODEL", "--budgets", "8"), "at least one page, 16 tokens, got 8"),
     (("eval", "passkey", "--model", "MODEL", "--tokens", "1500", "--cases", "0"), "n_cases"),
-    (("eval", "passkey", "--model", "MODEL", "--methods", "quset"), "expected one of quest_compensated, full, "),
+    (("eval", "passkey", "--model", "MODEL", "--methods", "quset"), "methods: expected one of full, h2o, "),
     (("eval", "passkey", "--model", "MODEL", "--methods", "sample_attention"), "expected those that decode, got 'samp"),
 ])  # fmt: skip
 def test_what_a_caller_gets_wrong_is_one_line(run, model, arguments, says):

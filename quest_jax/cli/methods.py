@@ -1,6 +1,7 @@
 """``quest-jax methods``."""
 
 import dataclasses
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Methods:
         for name in registry.COLUMNS:
             table.add_column(name, overflow="fold")
         for row in registry.rows():
-            table.add_row(*row)
+            table.add_row(*(re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text) for text in row))  # without the addresses
         console = Console()
         console.print(table)
         console.print(

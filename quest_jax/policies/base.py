@@ -72,11 +72,13 @@ class Policy:
 
     Attributes:
       prefills: True in a class whose :meth:`choose` serves the many queries of a chunk, so that it can read prompts.
+      decodes: False in a class that serves nothing else.
       copies_keys: True in a class that computes with a copy of a row's keys, for which the plan then has room.
       watches: True in a class whose :meth:`observe` computes with the weights of all queries, likewise.
     """
 
     prefills: ClassVar[bool] = False
+    decodes: ClassVar[bool] = True
     copies_keys: ClassVar[bool] = False
     watches: ClassVar[bool] = False
 
@@ -236,6 +238,11 @@ def checked(policy: Policy | None, page_size: int, prefills: bool = False) -> Po
         raise ValueError(
             "prefill_policy: expected one that selects for the queries of a chunk (prefills = True), such as "
             f"QuoKA(budget=1024), got {policy!r}, which selects for one query; pass it as policy."
+        )
+    if not prefills and not policy.decodes:
+        raise ValueError(
+            f"policy: expected one that selects for one query, such as Quest(budget=1024), got {policy!r}, which reads "
+            "prompts only; pass it as prefill_policy."
         )
     policy.check(page_size)
     return policy

@@ -30,6 +30,16 @@ class EvictingPolicy(ListPolicy):
         if self.granularity != "token":
             raise ValueError(f"{type(self).__name__}: expected granularity 'token', got {self.granularity!r}.")
 
+    def is_dense(self, layer: int, view: LayerView) -> bool:
+        """The first layers; another budget may have buried tokens before this one."""
+        del view
+        return layer < self.dense_layers
+
+    def available(self, view: LayerView) -> Int[Array, "B #lists"]:
+        """Those that are alive."""
+        real = (jnp.arange(view.capacity) < view.lengths[:, None])[:, None]
+        return (view.memory["alive"] & real).sum(axis=-1)
+
     def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
         """The keys that are attended, once more, where the method watches."""
         if not self.watches:

@@ -80,8 +80,12 @@ class ListPolicy(Policy):
         scores = jnp.where(place < used[:, None, None], scores, -jnp.inf)
         # Of a row within the budget every page: one more than fits where the budget is no multiple of a page.
         width = min(-(-self.budget // unit), len(place))
-        counts = jnp.minimum(used, jnp.where(view.lengths <= self.budget, width, self.budget // unit))
-        return best(scores, counts[:, None], width)
+        most = jnp.where(view.lengths <= self.budget, width, self.budget // unit)[:, None]
+        return best(scores, jnp.minimum(self.available(view), most), width)
+
+    def available(self, view: LayerView) -> Int[Array, "B #lists"]:
+        """How many tokens, or pages, there are to choose from."""
+        return -(-view.lengths // self.unit(view.page_size))[:, None]
 
     def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B lists N"]:
         """Ranks all tokens that a row has room for, or all pages, for one query token per row; float32.

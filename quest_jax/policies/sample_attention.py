@@ -50,6 +50,7 @@ class SampleAttention(Policy):
     dense_layers: int = 0
 
     prefills: ClassVar[bool] = True
+    decodes: ClassVar[bool] = False
     copies_keys: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -64,6 +65,8 @@ class SampleAttention(Policy):
             raise ValueError(
                 f"SampleAttention: expected recent within the budget of {self.budget} tokens, got {self.recent}."
             )
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float | np.number | None):
+            raise TypeError(f"SampleAttention: expected alpha to be a number or None, got {self.alpha!r}.")
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ValueError(f"SampleAttention: expected alpha in (0, 1] or None, got {self.alpha}.")
 
@@ -76,9 +79,9 @@ class SampleAttention(Policy):
         """The first layers, and caches that can never hold more than the budget."""
         return layer < self.dense_layers or (self.alpha is None and view.capacity <= self.budget)
 
-    def covers(self, view: LayerView) -> Bool[Array, "B"] | None:
-        """The rows whose past is within the budget."""
-        return view.starts <= self.budget if self.alpha is None else None
+    def covers(self, view: LayerView) -> Bool[Array, "B"]:
+        """The rows whose past is within the budget; with ``alpha`` those without a past."""
+        return view.starts <= (self.budget if self.alpha is None else 0)
 
     def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
         """Every key, the chunk's too."""

@@ -31,7 +31,10 @@ class SinkWindow(ListPolicy):
         if isinstance(self.sink, bool) or not isinstance(self.sink, int | np.integer):
             raise TypeError(f"SinkWindow: expected sink to be an integer, got {self.sink!r}.")
         if not 0 <= self.sink < self.budget:
-            raise ValueError(f"SinkWindow: expected a sink in [0, {self.budget}), the budget, got {self.sink}.")
+            raise ValueError(
+                f"SinkWindow: expected a budget above the sink of {self.sink} tokens, and a sink of at least 0, got a "
+                f"budget of {self.budget}; raise it, or pass a smaller sink=."
+            )
 
     def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B lists N"]:
         """The position; of a sink infinity."""

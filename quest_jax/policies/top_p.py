@@ -48,6 +48,10 @@ class TopP(PagePolicy):
                 raise TypeError(f"TopP: expected {name} to be an integer, got {value!r}.")
             if value < least:
                 raise ValueError(f"TopP: expected {name} to be at least {least}, got {value}.")
+        for name in ("p", "beta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise TypeError(f"TopP: expected {name} to be a number, got {value!r}.")
         if not 0 < self.p <= 1:
             raise ValueError(f"TopP: expected p in (0, 1], a share of the attention, got {self.p}.")
         if not 0 <= self.beta <= 1:

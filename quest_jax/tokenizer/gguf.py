@@ -1,12 +1,21 @@
 """The tokenizer inside a GGUF file: byte-level BPE ("gpt2" in the file) and SentencePiece's BPE ("llama")."""
 
+import math
 import os
 from typing import Any
 
 import tokenizers
 from tokenizers import processors
 
-from quest_jax.tokenizer.gguf_bpe import CONTROL, NAMED, SPLITS, add_named_tokens, build_byte_level, build_sentencepiece
+from quest_jax.tokenizer.gguf_bpe import (
+    CONTROL,
+    NAMED,
+    SPLITS,
+    USER_DEFINED,
+    add_named_tokens,
+    build_byte_level,
+    build_sentencepiece,
+)
 from quest_jax.tokenizer.tokenizer import Tokenizer
 from quest_jax.weights.fields import Fields
 from quest_jax.weights.gguf import read_metadata
@@ -46,6 +55,10 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             f"got {kind!r}; load the tokenizer from the model's Hugging Face directory instead."
         )
     tokens, types = _read_vocabulary(metadata, path)
+    # Some files call them user-defined: text from outside could then end its own message.
+    types = [
+        CONTROL if i == USER_DEFINED and token in _ENDS_BY_NAME else i for token, i in zip(tokens, types, strict=True)
+    ]
     ids = _read_named_ids(fields, len(tokens), _SENTENCEPIECE_IDS if kind == "llama" else {}, path)
     if kind == "llama":
         backend, begins = _read_sentencepiece(metadata, fields, tokens, types, ids, path), True
@@ -93,8 +106,10 @@ def _read_sentencepiece(
     metadata: dict[str, Any], fields: Fields, tokens: list[str], types: list[int], ids: dict[str, int], path: Any
 ) -> tokenizers.Tokenizer:
     scores = _read_list(metadata, "tokenizer.ggml.scores", float, path)
-    if len(scores) != len(tokens) or any(score != score for score in scores):
-        raise ValueError(f"{path}: expected one score for each of {len(tokens)} tokens, got {len(scores)}, or NaN.")
+    if len(scores) != len(tokens):
+        raise ValueError(f"{path}: expected one score for each of {len(tokens)} tokens, got {len(scores)}.")
+    if not all(map(math.isfinite, scores)):
+        raise ValueError(f"{path}: expected finite scores of tokens, got NaN or infinity among them.")
     longest = max((token for token, kind in zip(tokens, types, strict=True) if kind not in NAMED), key=len, default="")
     if len(longest) > _LONGEST:  # all its parts are looked up
         raise ValueError(
@@ -107,6 +122,8 @@ def _read_sentencepiece(
 
 def _read_ends(fields: Fields, ids: dict[str, int], tokens: list[str], controls: set[str]) -> list[int]:
     ends = [token_id for key in _ENDS for token_id in fields.ids(f"tokenizer.ggml.{key}") or ()]
+    if ends and max(ends) >= len(tokens):
+        raise fields.error("tokenizer.ggml", f"ids of ends below {len(tokens)}", max(ends))
     ends += [ids["eos_token"]] if "eos_token" in ids else []
     named = [
         name for name in _ENDS_BY_NAME if name in controls and not (name == _INNER_END and controls >= _OUTER_ENDS)

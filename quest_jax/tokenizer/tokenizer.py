@@ -82,7 +82,7 @@ class Tokenizer:
 
         Bytes that are not UTF-8 become U+FFFD, and so does an id without a token (an embedding may have more rows than
         there are tokens). Nothing is tidied up: ``decode(encode(text, add_special_tokens=False))`` is ``text`` for a
-        byte-level vocabulary.
+        byte-level vocabulary, but for characters that the vocabulary's files compose first (Qwen2).
 
         Args:
           ids: [T] token ids.

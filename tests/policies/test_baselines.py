@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from quest_jax import LayerView
+from quest_jax.policies.base import checked
 from quest_jax.policies.oracle import Oracle
 from quest_jax.policies.random_tokens import Random
 from quest_jax.policies.sample_attention import SampleAttention
@@ -165,7 +166,10 @@ def test_the_columns_that_a_sample_of_queries_attends_to(case, options):
     [
         (lambda: SinkWindow(0), ValueError, "SinkWindow: expected budget to be at least 1, got 0"),
         (lambda: Oracle(2.5), TypeError, "Oracle: expected budget to be an integer, got 2.5"),
-        (lambda: SinkWindow(4), ValueError, r"a sink in \[0, 4\), the budget, got 4"),
+        (lambda: SinkWindow(4), ValueError, "a budget above the sink of 4 tokens, .* got a budget of 4"),
+        (lambda: TopP(64, p="x"), TypeError, "p to be a number, got 'x'"),
+        (lambda: SampleAttention(64, alpha="x"), TypeError, "alpha to be a number or None, got 'x'"),
+        (lambda: checked(SampleAttention(64), 16), ValueError, "reads prompts only; pass it as prefill_policy"),
         (lambda: SinkWindow(8, sink=True), TypeError, "sink to be an integer, got True"),
         (lambda: Random(8, seed=-1), ValueError, "seed to be an integer of at least 0, got -1"),
         (lambda: Random(8, granularity="row"), ValueError, "granularity 'token' or 'page', got 'row'"),

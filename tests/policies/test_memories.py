@@ -7,9 +7,9 @@ import pytest
 
 import quest_jax
 from quest_jax.policies.base import Policy
-from quest_jax.policies.compensated import Compensated
 from quest_jax.policies.h2o import H2O
 from quest_jax.policies.keydiff import KeyDiff
+from quest_jax.policies.quest_compensated import Compensated
 from quest_jax.policies.sparq import SparQ
 from quest_jax.policies.tova import TOVA
 from tests.models_for_tests import tiny
@@ -180,6 +180,20 @@ def test_a_memory_belongs_to_the_policy_that_read_the_prompt():
             quest_jax.replace_policy(other, policy=H2O(16))
     with pytest.raises(ValueError, match="TOVA keeps a memory"):
         quest_jax.replace_policy(state, policy=TOVA(16))
+
+
+def test_nothing_comes_back_to_life():
+    """A larger budget finds what the smaller one has left, and what came since."""
+    params, small = tiny(), TOVA(8, dense_layers=0)
+    state = quest_jax.prefill(params, [[1, 2, 3, 4] * 10, [5, 6, 7]], policy=small, page_size=PAGE, eos_token_ids=())
+    for _ in range(3):
+        state, _ = quest_jax.decode_step(params, state)
+    for budget in (32, 4096):
+        larger = quest_jax.replace_policy(state, policy=TOVA(budget, dense_layers=0))
+        for alive in (9, 10):
+            larger, _ = quest_jax.decode_step(params, larger)
+            kv_heads = params.config.n_kv_heads
+            assert (np.asarray(larger.attention.reads.read) == np.array([alive, alive - 2]) * kv_heads).all()
 
 
 @pytest.mark.slow

@@ -78,6 +78,11 @@ def test_an_inner_message_of_an_answer_does_not_end_it(load_small):
     names = ["<|end|>", "<|return|>", "<|call|>", "a", "b", "ab"]
     assert load_small(tokens=names, eos_token_id=1).eos_token_ids == (1, 2)
     assert load_small(tokens=["<|end|>", "x", "<|call|>", "a", "b", "ab"], eos_token_id=1).eos_token_ids == (1, 0, 2)
+    # Some files call an end user-defined: it is one, and text that is not to be trusted does not make it.
+    tokenizer = load_small(tokens=["<|im_end|>", *"xyabc"[:4], "ab"], token_type=[4, 1, 1, 1, 1, 1], eos_token_id=1)
+    assert tokenizer.eos_token_ids == (1, 0)
+    assert tokenizer.encode("ab<|im_end|>") == [5, 0]
+    assert 0 not in tokenizer.encode("ab<|im_end|>", parse_special=False)
     # What is written like an end and is an ordinary token is none.
     assert load_small(tokens=names, token_type=[1] * 6, eos_token_id=1).eos_token_ids == (1,)
 
@@ -145,7 +150,8 @@ def test_an_added_token_is_text_not_byte_level_characters(load_small):
         (dict(pre="falcon"), NotImplementedError, "expected tokenizer.ggml.pre to be one of gpt-2, .*got 'falcon'"),
         (dict(model="llama", scores=None), ValueError, "tokenizer.ggml.scores: expected a list of float, got None"),
         (dict(model="llama", scores=[0.0] * 5), ValueError, "one score for each of 6 tokens, got 5"),
-        (dict(model="llama", scores=[0.0] * 5 + [float("nan")]), ValueError, "one score for each of 6 tokens.*NaN"),
+        (dict(model="llama", scores=[0.0] * 5 + [float("nan")]), ValueError, "expected finite scores .*NaN"),
+        (dict(eot_token_id=6), ValueError, "expected ids of ends below 6, got 6"),
         (dict(model="llama", scores=[0.0] * 6, tokens=[*"abcde", "x" * 300]), ValueError, "at most 256 .*of 300"),
         (dict(model="llama", scores=[0.0] * 6, unknown_token_id=6), ValueError, "unk_token: expected an id below 6"),
         (dict(tokens=None), ValueError, "tokenizer.ggml.tokens: expected a list of str, got None"),
