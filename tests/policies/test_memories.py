@@ -100,7 +100,7 @@ def in_numpy(method, budget, group, row):
     return np.array(outs)
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("name", "policy"), [("h2o", H2O), ("tova", TOVA), ("keydiff", KeyDiff)])
 def test_tokens_once_dropped_stay_dropped(name, policy, group):
     out, state = run(policy(16, dense_layers=0), group)
@@ -114,7 +114,7 @@ def test_tokens_once_dropped_stay_dropped(name, policy, group):
         np.testing.assert_allclose(run(policy(16, dense_layers=0), group, rows, chunk)[0], out[rows], atol=2e-5)
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_channels_of_the_query_choose_and_the_mean_value_stands_for_the_rest(group):
     budget, channels = 16, 5
     out, _ = run(SparQ(budget, channels=channels, recent=3, dense_layers=0), group)
@@ -138,7 +138,7 @@ def test_channels_of_the_query_choose_and_the_mean_value_stands_for_the_rest(gro
                     np.testing.assert_allclose(out[row, i, kv * group + g], want, atol=2e-5, err_msg=f"{row} {i}")
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_pages_that_are_not_read_take_part_as_one_token_each(group):
     policy = Compensated(16, dense_layers=0)
     out, state = run(policy, group)

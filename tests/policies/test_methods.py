@@ -90,7 +90,8 @@ def attention(group, row, query, allowed):
     return out
 
 
-@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_step_attends_to_what_the_method_lists(name, phase, group):
     policy, compiled = policy_of(name, BUDGET), step._cache_size()
