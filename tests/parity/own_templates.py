@@ -1,5 +1,19 @@
 """Chat templates written for the tests, in the prompt formats of models whose own template is not repeated here."""
 
+LLAMA2 = """{#- Questions in brackets, the system prompt in the first of them; a begin token before each. -#}
+{%- set system = messages[0].content if messages[0].role == 'system' else none -%}
+{%- for message in (messages[1:] if system is not none else messages) -%}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+        {{- raise_exception('Conversation roles must alternate user and assistant, got ' ~ message.role) -}}
+    {%- endif -%}
+    {%- if message.role == 'user' -%}
+        {%- set before = '<<SYS>>\\n' ~ system ~ '\\n<</SYS>>\\n\\n' if loop.first and system is not none else '' -%}
+        {{- bos_token ~ '[INST] ' ~ before ~ message.content | trim ~ ' [/INST]' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- ' ' ~ message.content | trim ~ ' ' ~ eos_token -}}
+    {%- endif -%}
+{%- endfor -%}"""
+
 MISTRAL = """{#- Instructions in brackets; the tools and the system prompt stand before the last question. -#}
 {%- set turns = messages[1:] if messages[0].role == 'system' else messages -%}
 {%- set questions = turns | selectattr('role', 'equalto', 'user') | list -%}

@@ -1,7 +1,8 @@
 """Writes tests/fixtures/templates: chat templates of the families, and conversations as transformers renders them.
 
-Most templates are those the models ship, as the Apache-2.0 package TRL carries them; Mistral's and SmolLM3's are
-written here, after the models' prompt formats. Run from the repository's root, with transformers (5.24 recorded):
+Most templates are those the models ship, as the Apache-2.0 package TRL carries them; those of Llama 2, Mistral and
+SmolLM3 are written here, after the models' prompt formats. Run from the repository's root, with transformers (5.24
+recorded):
 
     pip download --no-deps trl==1.16.0
     python tests/parity/record_templates.py trl-1.16.0-py3-none-any.whl
@@ -14,7 +15,7 @@ import sys
 import zipfile
 
 import jinja2
-from own_templates import MISTRAL, SMOLLM3
+from own_templates import LLAMA2, MISTRAL, SMOLLM3
 from transformers.utils import chat_template_utils
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "templates"
@@ -22,6 +23,7 @@ NOW = datetime.datetime(2026, 1, 2, 3, 4, 5)
 OWN = "written for these tests after the prompt format of the model; licence of this repository"
 # name: (file in TRL, or source), begin token, end token, whose it is
 FAMILIES = {
+    "llama2": (LLAMA2, "<s>", "</s>", OWN),
     "llama3_1": ("llama3_1", "<|begin_of_text|>", "<|eot_id|>", "Llama 3.1, Llama 3.1 Community License"),
     "llama3_2": ("llama3_2", "<|begin_of_text|>", "<|eot_id|>", "Llama 3.2, Llama 3.2 Community License"),
     "mistral": (MISTRAL, "<s>", "</s>", OWN),

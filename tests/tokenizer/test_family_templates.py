@@ -34,7 +34,7 @@ def render(name: str, messages: list, options: dict) -> str:
 
 def test_every_family_is_recorded_with_its_source():
     assert {*RECORDED} == {
-        "gemma3", "gpt_oss", "llama3_1", "llama3_2", "mistral", "phi3", "qwen2_5", "qwen3", "smollm3",
+        "gemma3", "gpt_oss", "llama2", "llama3_1", "llama3_2", "mistral", "phi3", "qwen2_5", "qwen3", "smollm3",
     }  # fmt: skip
     for name, recorded in RECORDED.items():
         assert recorded["now"] == "2026-01-02T03:04:05"
