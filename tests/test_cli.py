@@ -237,6 +237,16 @@ def test_eval_passkey_prints_a_table(run, model):
 
 
 @pytest.mark.slow
+def test_eval_fidelity_prints_and_writes_its_rows(run, model, tmp_path):
+    code, out, err = run("eval", "fidelity", "--model", model, "--tokens", 400, "--queries", 4, "--budgets", 64,
+                         "--methods", "quest", "--json", tmp_path / "rows.json")  # fmt: skip
+    assert (code, err) == (0, "")
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [*rows] == ["full", "random 64", "sink_window 64", "oracle 64", "quest 64"]
+    assert rows["full"]["share"] == 1 and all(name in out for name in rows)
+
+
+@pytest.mark.slow
 def test_eval_mass_and_needle_print_their_tables(run, model):
     code, out, _ = run("eval", "mass", "--model", model, "--tokens", 700, "--budgets", 64, 128)
     assert code == 0 and "output error" in out
