@@ -5,6 +5,8 @@ import importlib.resources
 import re
 from collections.abc import Callable
 
+from quest_jax.evals.metrics import holds_word
+
 INSTRUCTION = (
     "There is some important information hidden inside a lot of irrelevant text. Find it and memorize it. "
     "I will quiz you about the important information there."
@@ -38,7 +40,7 @@ class Fact:
 
     def found_in(self, answer: str) -> bool:
         """Whether a model's answer holds the fact, as a whole word, in any case."""
-        return re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", answer, re.IGNORECASE) is not None
+        return holds_word(answer, self.answer)
 
 
 def shipped_text() -> str:

@@ -9,7 +9,6 @@ densely would make any policy look better than it is, because the answer is then
 
 import dataclasses
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from quest_jax import Params, Policy, prefill, replace_policy
 from quest_jax.evals.ask import ask
+from quest_jax.evals.metrics import first_integer
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -91,7 +91,8 @@ def make_cases(tokenizer: Encoder, n_tokens: int, n_cases: int, seed: int = 0) -
     n_filler = _filler_characters(tokenizer, n_tokens)
     draw = random.Random(seed)
     return [
-        _case(tokenizer, draw.randint(*KEY_RANGE), depth=(i + 1) / n_cases, n_filler=n_filler) for i in range(n_cases)
+        make_case(tokenizer, draw.randint(*KEY_RANGE), depth=(i + 1) / n_cases, n_filler=n_filler)
+        for i in range(n_cases)
     ]
 
 
@@ -202,13 +203,8 @@ def _judge(cases: Sequence[Case], answers: Sequence[str], share_read: float) -> 
     return Outcome(tuple(answers), right, share_read)
 
 
-def first_integer(answer: str) -> int | None:
-    """The first run of digits of an answer as a number, None if there is none."""
-    found = re.search(r"\d+", answer)
-    return int(found.group()) if found else None
-
-
-def _case(tokenizer: Encoder, key: int, depth: float, n_filler: int) -> Case:
+def make_case(tokenizer: Encoder, key: int, depth: float, n_filler: int) -> Case:
+    """One case, its key after the fraction ``depth`` of ``n_filler`` characters of filler."""
     filler = f"{FILLER} " * (n_filler // len(FILLER) + 1)
     before = int(n_filler * depth)
     fact = f"The pass key is {key}. Remember it. {key} is the pass key."
@@ -222,7 +218,7 @@ def _filler_characters(tokenizer: Encoder, n_tokens: int) -> int:
     """The most filler characters with which a case has at most ``n_tokens`` tokens."""
 
     def length(n_filler: int) -> int:
-        return _case(tokenizer, KEY_RANGE[1], 0.5, n_filler).n_tokens
+        return make_case(tokenizer, KEY_RANGE[1], 0.5, n_filler).n_tokens
 
     low = SPARSE_CHARACTERS
     if length(low) > n_tokens:
