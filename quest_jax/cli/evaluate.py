@@ -89,17 +89,19 @@ class Mass:
 
         from quest_jax import QuoKA
         from quest_jax.evals import mass
+        from quest_jax.policies.chunk_lists import ChunkListPolicy
+        from quest_jax.policies.oracle import OracleChunk
         from quest_jax.progress import counting, stderr_console
 
         if not self.budgets or min(self.budgets) < self.page_size:
             raise ValueError(f"--budgets: expected at least a page, {self.page_size} tokens, got {list(self.budgets)}.")
         mass.starts_of(self.tokens, 128, max(self.budgets))
-        policies: dict[str, QuoKA | mass.Oracle] = {
+        policies: dict[str, QuoKA | ChunkListPolicy] = {
             f"QuoKA {budget}, {unit}s": QuoKA(budget, granularity=unit)
             for unit in ("token", "page")
             for budget in self.budgets
         }
-        policies |= {f"oracle {budget}, tokens": mass.Oracle(budget) for budget in self.budgets}
+        policies |= {f"oracle {budget}, tokens": OracleChunk(budget) for budget in self.budgets}
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
         with counting("layers", console) as progress:

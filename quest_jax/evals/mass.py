@@ -12,19 +12,10 @@ from rich.table import Table
 from quest_jax import Params, QuoKA, Tokenizer
 from quest_jax.evals.capture import Captured, capture, listed, mass_kept, output_error, probabilities
 from quest_jax.evals.needle import shipped_text
-from quest_jax.pallas_kernels.pages import pool_shape
+from quest_jax.policies.chunk_lists import ChunkListPolicy
 
 # The first layers spread their attention over everything (Quest leaves them dense), the paper's figures leave them out.
 FIRST_LAYER = 2
-
-
-class Oracle(NamedTuple):
-    """The past tokens that get most of a chunk's attention, summed over its queries and the heads of a group.
-
-    No list of ``budget`` tokens for the whole chunk and group keeps more: what is lost beside it, the text loses.
-    """
-
-    budget: int
 
 
 class Kept(NamedTuple):
@@ -69,7 +60,7 @@ def starts_of(n_tokens: int, chunk: int, past: int) -> list[int]:
 def run(
     params: Params,
     ids: Sequence[int],
-    policies: Mapping[str, QuoKA | Oracle],
+    policies: Mapping[str, QuoKA | ChunkListPolicy],
     *,
     chunk: int = 128,
     page_size: int = 16,
@@ -82,7 +73,7 @@ def run(
     Args:
       params: of :func:`quest_jax.load`.
       ids: the text.
-      policies: for prefill, by name; :class:`Oracle` for what the best choice would keep.
+      policies: for prefill, by name.
       chunk: tokens of a chunk.
       page_size: tokens of a page.
       progress: called with (layers done, layers in all).
@@ -102,7 +93,9 @@ def run(
     return {name: Kept(values[:, :, i, 0], values[:, :, i, 1]) for i, name in enumerate(policies)}
 
 
-def measure(found: Captured, layer: int, start: int, chunk: int, policies: tuple[QuoKA | Oracle, ...]) -> np.ndarray:
+def measure(
+    found: Captured, layer: int, start: int, chunk: int, policies: tuple[QuoKA | ChunkListPolicy, ...]
+) -> np.ndarray:
     """Returns ``[policies, 2, H]``: mass and error of every head in one layer, for the chunk from ``start`` on."""
     q, view = found.chunk(layer, start, start + chunk), found.view(layer, start, start + chunk)
     return np.asarray(_measure(policies, q, view))
@@ -113,22 +106,10 @@ def _measure(policies, q, view):
     attention = probabilities(q, view)
 
     def one(policy):
-        if isinstance(policy, Oracle):
-            marks = _best(attention, view, policy.budget)
-        else:
-            marks = listed(policy.choose(q, view, None), policy.unit(view.page_size), attention.shape[-1])
+        marks = listed(policy.choose(q, view, None), policy.unit(view.page_size), attention.shape[-1])
         return jnp.stack([mass_kept(attention, marks).mean(axis=-1), output_error(attention, marks, view)])
 
     return jnp.stack([one(policy) for policy in policies])
-
-
-def _best(attention, view, budget):
-    """Marks of the :class:`Oracle`, ``[K, L]``, the chunk's own tokens among them."""
-    at, kv_heads = jnp.arange(attention.shape[-1]), pool_shape(view.kv).kv_heads
-    mass = attention.sum(axis=1).reshape(kv_heads, -1, len(at)).sum(axis=1)
-    _, best = jax.lax.top_k(jnp.where(at < view.starts[0], mass, -1), budget)
-    own = jnp.broadcast_to((at >= view.starts[0]).astype(jnp.float32), mass.shape)
-    return own.at[jnp.arange(kv_heads)[:, None], best].set(1)
 
 
 def table(kept: Mapping[str, Kept], n_tokens: int) -> Table:

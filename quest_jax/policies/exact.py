@@ -1,5 +1,6 @@
 """Attention's own logits, for methods that look at few queries, and for measuring."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -36,6 +37,23 @@ def keys_of(view: LayerView, row: Int[Array, ""]) -> Float[Array, "K L D"]:
     pages = physical_pages(view.page_table, row, jnp.arange(view.pages_per_row), view.pages_per_row)
     keys, _ = gather_pages(view.kv, jnp.arange(shape.kv_heads)[:, None], pages[None])
     return keys.reshape(shape.kv_heads, -1, shape.head_dim)
+
+
+def mass(q: Float[Array, "B T H D"], view: LayerView) -> Float[Array, "B K L"]:
+    """What every token gets of the attention of ``q``, summed over the queries and the heads of a group, float32.
+
+    Args:
+      q: queries of the tokens from ``view.starts`` on; those at or past ``view.lengths`` do not count.
+      view: the layer's cache; all of it is attended.
+    """
+    at = view.starts[:, None] + jnp.arange(q.shape[1])
+
+    def one(args):
+        row, q, at, length = args
+        weights = jax.nn.softmax(_logits_of_row(view, row, q, at, length), axis=-1)
+        return jnp.where((at < length)[:, None], weights, 0).sum(axis=(1, 2))
+
+    return lax.map(one, (jnp.arange(len(q)), q, at, view.lengths))
 
 
 def column_mass(

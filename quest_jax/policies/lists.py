@@ -36,15 +36,19 @@ class ListPolicy(Policy):
     dense_layers: int = 2
 
     def __post_init__(self):
-        name = type(self).__name__
-        for field, least in (("budget", 1), ("dense_layers", 0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"{name}: expected {field} to be an integer, got {value!r}.")
-            if value < least:
-                raise ValueError(f"{name}: expected {field} to be at least {least}, got {value}.")
+        self.check_integer("budget", 1)
+        self.check_integer("dense_layers", 0)
         if self.granularity not in Granularity.__args__:
+            name = type(self).__name__
             raise ValueError(f"{name}: expected granularity 'token' or 'page', got {self.granularity!r}.")
+
+    def check_integer(self, field: str, least: int) -> None:
+        """Raises TypeError or ValueError when a field is no integer of at least ``least``."""
+        name, value = type(self).__name__, getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name}: expected {field} to be an integer, got {value!r}.")
+        if value < least:
+            raise ValueError(f"{name}: expected {field} to be at least {least}, got {value}.")
 
     def check(self, page_size: int) -> None:
         """Raises ValueError when pages are listed, and the budget holds none."""

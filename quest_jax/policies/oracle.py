@@ -3,13 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.policies.base import LayerView
-from quest_jax.policies.exact import logits
+from quest_jax.policies.chunk_lists import ChunkListPolicy
+from quest_jax.policies.exact import mass
 from quest_jax.policies.lists import ListPolicy
 from quest_jax.policies.method import Method
 
@@ -37,12 +36,27 @@ class Oracle(ListPolicy):
         del metadata
         return head_dim * itemsize
 
-    def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B lists N"]:
-        """The mass of every token, or page."""
-        at = (view.lengths - 1)[:, None]
-        mass = jax.nn.softmax(logits(q[:, None], at, view), axis=-1)[:, :, :, 0].sum(axis=2)
-        mass = jnp.where((jnp.arange(view.capacity) < view.lengths[:, None])[:, None], mass, 0)
-        return mass.reshape(*mass.shape[:2], -1, self.unit(view.page_size)).sum(axis=-1)
+    def score(self, q: Float[Array, "B *T H D"], view: LayerView) -> Float[Array, "B K N"]:
+        """The mass of every token, or page, for one query or those of a chunk."""
+        found = mass(q.reshape(len(q), -1, *q.shape[-2:]), view)
+        return found.reshape(*found.shape[:2], -1, self.unit(view.page_size)).sum(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleChunk(ChunkListPolicy, Oracle):
+    r"""Top past tokens, or pages, by :math:`\sum_{h,t} \mathrm{softmax}_j(q_{h,t} \cdot k_j / \sqrt D)`, for a chunk.
+
+    The sum runs over the queries of the chunk, too. No list of ``budget`` tokens for a whole chunk and group keeps more
+    attention: what is lost beside it, the text loses. Reads every key to choose, with every query.
+
+    Attributes:
+      budget, granularity, dense_layers, chunk: see :class:`~quest_jax.policies.chunk_lists.ChunkListPolicy`.
+    """
+
+    @property
+    def n_queries(self) -> int:
+        """How many queries choose: all."""
+        return self.chunk
 
 
 METHODS = (
@@ -50,5 +64,9 @@ METHODS = (
     Method(
         "oracle_pages", lambda budget: Oracle(budget, granularity="page"), ("decode",), "1 / 2 + B / L",
         "the ceiling in mass, by pages",
+    ),
+    Method(
+        "oracle_chunk", OracleChunk, ("prefill",), "1 / 2 + (B + T) / L",
+        "the ceiling in mass of one list for a chunk: the true attention of all its queries",
     ),
 )  # fmt: skip

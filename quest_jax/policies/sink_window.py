@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.policies.base import LayerView
+from quest_jax.policies.chunk_lists import ChunkListPolicy
 from quest_jax.policies.lists import ListPolicy
 from quest_jax.policies.method import Method
 
@@ -36,7 +37,7 @@ class SinkWindow(ListPolicy):
                 f"budget of {self.budget}; raise it, or pass a smaller sink=."
             )
 
-    def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B lists N"]:
+    def score(self, q: Float[Array, "B *T H D"], view: LayerView) -> Float[Array, "B lists N"]:
         """The position; of a sink infinity."""
         unit = self.unit(view.page_size)
         place = jnp.arange(view.capacity // unit)
@@ -44,9 +45,22 @@ class SinkWindow(ListPolicy):
         return jnp.broadcast_to(scores, (len(q), pool_shape(view.kv).kv_heads, len(place)))
 
 
+@dataclasses.dataclass(frozen=True)
+class SinkWindowChunk(ChunkListPolicy, SinkWindow):
+    """Reads the ``sink`` first tokens and the last ``budget - sink`` before a chunk, for the chunks of a prompt.
+
+    A window that moves with the chunk, not with its queries: the last of them sees ``T - 1`` tokens more.
+
+    Attributes:
+      budget, granularity, dense_layers, chunk: see :class:`~quest_jax.policies.chunk_lists.ChunkListPolicy`.
+      sink: see :class:`SinkWindow`.
+    """
+
+
 METHODS = (
     Method(
         "sink_window", SinkWindow, ("decode",), "B / L",
         "[StreamingLLM](https://arxiv.org/abs/2309.17453) without its re-rotation: the first 4 tokens and the last",
     ),
+    Method("sink_window_chunk", SinkWindowChunk, ("prefill",), "(B + T) / L", "the same of the past, for a chunk"),
 )  # fmt: skip

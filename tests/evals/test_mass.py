@@ -9,6 +9,7 @@ from quest_jax.evals import mass
 from quest_jax.evals.capture import capture, listed, probabilities
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import as_tokens
+from quest_jax.policies.oracle import OracleChunk
 from tests.models_for_tests import CONFIG, tiny
 
 IDS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 200).tolist()
@@ -66,7 +67,7 @@ def test_the_error_is_that_of_attention_over_the_selected_tokens():
 def test_no_choice_of_as_many_tokens_keeps_more_than_the_oracle():
     """Against every policy, and against the best of all lists, found in NumPy."""
     rules = {"far": QuoKA(32, n_queries=4, granularity="token"), "dot": QuoKA(32, score="dot", granularity="token")}
-    kept = mass.run(tiny(), IDS, {"oracle": mass.Oracle(32)} | rules, chunk=16)
+    kept = mass.run(tiny(), IDS, {"oracle": OracleChunk(32)} | rules, chunk=16)
     size = CONFIG.n_heads // CONFIG.n_kv_heads
 
     def by_group(name):
@@ -78,7 +79,7 @@ def test_no_choice_of_as_many_tokens_keeps_more_than_the_oracle():
     found = capture(tiny(), IDS)
     view, q = found.view(1, 96, 112), found.chunk(1, 96, 112)
     attention = np.asarray(probabilities(q, view))
-    ((share, _),) = mass.measure(found, 1, 96, 16, (mass.Oracle(32),))
+    ((share, _),) = mass.measure(found, 1, 96, 16, (OracleChunk(32),))
     for group in range(CONFIG.n_kv_heads):
         own = slice(size * group, size * (group + 1))
         heads = attention[own].sum(axis=1)  # [G, L], summed over the queries
@@ -100,7 +101,7 @@ def test_quoka_keeps_what_an_independent_measurement_found():
     expected = {256: (0.931, 0.945), 512: (0.957, 0.969), 1024: (0.980, 0.987)}
     policies = {f"{budget}": QuoKA(budget, granularity="token") for budget in expected}
     kept = mass.run(
-        params, mass.prose(tokenizer, 3072), policies | {f"oracle {budget}": mass.Oracle(budget) for budget in expected}
+        params, mass.prose(tokenizer, 3072), policies | {f"oracle {budget}": OracleChunk(budget) for budget in expected}
     )
     for budget, (value, best) in expected.items():
         found, oracle = (kept[name].mass.mean() for name in (f"{budget}", f"oracle {budget}"))

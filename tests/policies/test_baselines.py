@@ -6,10 +6,10 @@ import pytest
 
 from quest_jax import LayerView
 from quest_jax.policies.base import checked
-from quest_jax.policies.oracle import Oracle
-from quest_jax.policies.random_tokens import Random
+from quest_jax.policies.oracle import Oracle, OracleChunk
+from quest_jax.policies.random_tokens import Random, RandomChunk
 from quest_jax.policies.sample_attention import SampleAttention
-from quest_jax.policies.sink_window import SinkWindow
+from quest_jax.policies.sink_window import SinkWindow, SinkWindowChunk
 from quest_jax.policies.top_p import TopP
 from tests.pallas_kernels.cases import Case, fill, queries
 from tests.policies.test_quest import numpy_bounds
@@ -106,6 +106,62 @@ def test_random_tokens_are_all_equally_likely_and_a_draw_repeats_itself():
     np.testing.assert_array_equal(turned.pages[::-1], selection.pages)
 
 
+def chunk_lists(case, policy, new):
+    """The lists of a chunk by row and KV head, split into what is past and the rest, and how many tokens are past."""
+    filled, view = view_of(case, new)
+    q = queries(case, new)
+    past = np.asarray(view.starts) // policy.unit(case.page_size)
+    found = listed(policy.choose(q, view, None))
+    for row, (start, length) in enumerate(zip(past, case.lengths, strict=True)):
+        own = list(range(start, -(-length // policy.unit(case.page_size))))
+        assert all(one.tolist()[-len(own) :] == own for one in found[row]), "the chunk's own, all of them"
+    lists = [[one[one < start].tolist() for one in row] for row, start in zip(found, past, strict=True)]
+    return filled, q, lists, past.tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("granularity", ["token", "page"])
+def test_what_gets_most_attention_of_a_chunk(case, granularity):
+    new, budget = 24, 2 * case.page_size
+    policy = OracleChunk(budget, granularity=granularity)
+    filled, q, lists, past = chunk_lists(case, policy, new)
+    unit = policy.unit(case.page_size)
+    for row, length in enumerate(case.lengths):
+        start = max(length - new, 0)
+        mass = np.zeros((case.heads, length + -length % unit))
+        for at in range(start, length):
+            mass[:, : at + 1] += attention_of(case, q[row, at - start], filled, row, at)
+        for one in range(case.kv_heads):
+            own = of_head(mass, case, one).sum(axis=0).reshape(-1, unit).sum(axis=1)[: past[row]]
+            assert set(lists[row][one]) == top(own, budget // unit), (row, one)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("budget", "sink"), [(8, 4), (20, 0), (64, 17)])
+def test_the_first_tokens_and_the_last_before_a_chunk(case, budget, sink):
+    _, _, lists, past = chunk_lists(case, SinkWindowChunk(budget, sink=sink), 24)
+    for start, row in zip(past, lists, strict=True):
+        want = range(start) if start <= budget else [*range(sink), *range(start - budget + sink, start)]
+        assert all(one == list(want) for one in row)
+
+
+def test_a_chunk_draws_among_the_past_whatever_pads_it():
+    case = Case(lengths=(64,) * 200, head_dim=16, capacity=64)
+    _, view = view_of(case, 4)
+    q, policy = queries(case, 8), RandomChunk(15)
+    found = listed(policy.choose(q, view, None))
+    assert all(len(one) == 19 and one[15:].tolist() == [60, 61, 62, 63] for row in found for one in row)
+    counts = np.bincount(np.concatenate([one for row in found for one in row]), minlength=64)[:60]
+    # Of 400 lists each of 60 tokens is in a quarter: 100, with a deviation of 8.7.
+    assert abs(counts - 100).max() < 5 * 8.7 and abs((counts - 100) ** 2).mean() < 1.5 * 8.7**2
+    for other in (q[:, :4], q.at[:, 4:].set(jnp.nan)):
+        again = listed(policy.choose(other, view, None))
+        assert all(np.array_equal(one, two) for row, two_row in zip(found, again, strict=True)
+                   for one, two in zip(row, two_row, strict=True))  # fmt: skip
+    changed = listed(policy.choose(q.at[:, 3].add(1.0), view, None))
+    assert sum(np.array_equal(row[0], other[0]) for row, other in zip(found, changed, strict=True)) < 3
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize(("p", "pages"), [(0.5, 8), (0.9, 8), (0.9, 3), (1.0, 4)])
 def test_as_many_pages_as_hold_the_mass(case, p, pages):
@@ -170,6 +226,10 @@ def test_the_columns_that_a_sample_of_queries_attends_to(case, options):
         (lambda: TopP(64, p="x"), TypeError, "p to be a number, got 'x'"),
         (lambda: SampleAttention(64, alpha="x"), TypeError, "alpha to be a number or None, got 'x'"),
         (lambda: checked(SampleAttention(64), 16), ValueError, "reads prompts only; pass it as prefill_policy"),
+        (lambda: checked(OracleChunk(64), 16), ValueError, "reads prompts only; pass it as prefill_policy"),
+        (lambda: checked(Oracle(64), 16, prefills=True), ValueError, "selects for one query; pass it as policy"),
+        (lambda: RandomChunk(8, chunk=0), ValueError, "RandomChunk: expected chunk to be at least 1, got 0"),
+        (lambda: SinkWindowChunk(4), ValueError, "a budget above the sink of 4 tokens, .* got a budget of 4"),
         (lambda: SinkWindow(8, sink=True), TypeError, "sink to be an integer, got True"),
         (lambda: Random(8, seed=-1), ValueError, "seed to be an integer of at least 0, got -1"),
         (lambda: Random(8, granularity="row"), ValueError, "granularity 'token' or 'page', got 'row'"),
