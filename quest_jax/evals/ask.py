@@ -1,4 +1,4 @@
-"""One prefilled context, many questions and policies: question and answer both decoded, token by token."""
+"""One prefilled context, many questions, texts and policies, all decoded token by token."""
 
 import functools
 import time
@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from quest_jax import DecodeState, DecodeStats, Greedy, Params, decode_step
 from quest_jax.attention import init_reads
 from quest_jax.inputs import as_batch, as_size
 from quest_jax.stats import make_stats
+
+Logits = Float[Array, "W B V"]
 
 # Widths of questions are rounded up to this, so that a few lengths share a program.
 _WIDTH = 32
@@ -36,11 +38,31 @@ class Answers(NamedTuple):
     seconds: float
 
 
+class Followed(NamedTuple):
+    """What :func:`follow` returns, for every token but the first, ``[n, B]``; NaN past a row's text.
+
+    The first is left out: what predicts it was made before the policy read anything.
+
+    Attributes:
+      nll: negative log-likelihood of the token, in nats.
+      kl: Kullback-Leibler divergence from the reference's distribution, in nats.
+      agree: 1 where the likeliest token is the reference's.
+      stats: reads of every step.
+    """
+
+    nll: Float[np.ndarray, "n B"]
+    kl: Float[np.ndarray, "n B"]
+    agree: Float[np.ndarray, "n B"]
+    stats: DecodeStats
+
+
 def ask(
     params: Params,
     state: DecodeState,
     questions: Sequence[Sequence[int]],
     max_new_tokens: int,
+    *,
+    reference: Logits | None = None,
 ) -> Answers:
     """Feeds every row its question and decodes an answer greedily, both by the policy of ``state``.
 
@@ -52,23 +74,55 @@ def ask(
       state: prefilled with ``eos_token_ids=()`` and without temperature.
       questions: token ids, one question a row, of any lengths.
       max_new_tokens: length of the answers; eos ids are tokens like others here.
+      reference: of :func:`predict`, not used: with it the program is that of :func:`follow`.
 
     Raises:
       ValueError: a state that samples or stops at an eos, not one question a row, or no room for it and its answer.
     """
-    given, lengths, steps = _check(params, state, questions, max_new_tokens)
+    given, lengths, steps = _check(params, state, questions, as_size("max_new_tokens", max_new_tokens), reference)
     state = jax.block_until_ready(jax.tree.map(jnp.copy, state))
     start = time.perf_counter()
-    state, made, reads = jax.block_until_ready(_run(params, state, given, lengths, steps))
+    _, made, reads, _ = jax.block_until_ready(_run(params, state, given, lengths, steps, reference))
     seconds = time.perf_counter() - start
     steps, made = int(steps), np.asarray(made)
     answers = [row[n : n + max_new_tokens] for row, n in zip(made, np.asarray(lengths), strict=True)]
     return Answers(np.stack(answers), make_stats(state, jax.tree.map(lambda read: read[:steps], reads)), steps, seconds)
 
 
-def _check(params, state, questions, max_new_tokens):
+def predict(params: Params, state: DecodeState, texts: Sequence[Sequence[int]], room: int = 0) -> Logits:
+    """Feeds every row its text by the policy of ``state``, and returns the logits before each of its tokens.
+
+    Args:
+      params, state: as for :func:`ask`.
+      texts: token ids, one text a row, of any lengths.
+      room: tokens that are to be fed with these logits as a reference at least; more rows of zeros.
+    """
+    given, lengths, steps = _check(params, state, texts, 0, None, room)
+    return _run(params, jax.tree.map(jnp.copy, state), given, lengths, steps, None, keep=True)[3]
+
+
+def follow(params: Params, state: DecodeState, texts: Sequence[Sequence[int]], reference: Logits) -> Followed:
+    """Feeds every row its text by the policy of ``state``: how likely it finds it, and how far from the reference.
+
+    Args:
+      params, state: as for :func:`ask`.
+      texts: token ids, one text of at least two a row, of any lengths.
+      reference: the logits of :func:`predict` for these texts.
+
+    Raises:
+      ValueError: as :func:`ask`, or a reference of other sizes.
+    """
+    given, lengths, steps = _check(params, state, texts, 0, reference)
+    copied = jax.tree.map(jnp.copy, state)
+    _, _, reads, measured = jax.block_until_ready(_run(params, copied, given, lengths, steps, reference))
+    steps = int(steps)
+    real = np.arange(1, steps)[:, None] < np.asarray(lengths)
+    nll, kl, agree = (np.where(real, np.asarray(one)[1:steps], np.nan) for one in measured)
+    return Followed(nll, kl, agree, make_stats(state, jax.tree.map(lambda read: read[:steps], reads)))
+
+
+def _check(params, state, questions, max_new_tokens, reference, room=0):
     """Returns the questions, padded with room for the answers, their lengths, and the steps to run."""
-    max_new_tokens = as_size("max_new_tokens", max_new_tokens)
     if not isinstance(state.sampler, Greedy) or state.eos.tolist() != [-1]:
         raise ValueError("ask: expected a greedy state without eos; prefill with temperature=0 and eos_token_ids=().")
     given, lengths = as_batch([list(question) for question in questions], None, params.config.vocab_size)
@@ -82,24 +136,50 @@ def _check(params, state, questions, max_new_tokens):
             f"ask: expected context, question and answer to fit the capacity of {capacity} tokens, got {longest}; "
             "prefill with a larger capacity."
         )
-    padding = -given.shape[1] % _WIDTH + max_new_tokens
-    return jnp.pad(jnp.asarray(given), ((0, 0), (0, padding))), jnp.asarray(lengths), jnp.int32(steps)
+    width = max(room, -(-given.shape[1] // _WIDTH) * _WIDTH + max_new_tokens)
+    if reference is not None:
+        width = len(reference)
+        if reference.shape[1:] != state.logits.shape or width < steps:
+            raise ValueError(
+                f"ask: expected a reference of {len(given)} rows, {state.logits.shape[1]} tokens of vocabulary and at "
+                f"least {steps} steps, got {reference.shape}."
+            )
+    given = jnp.pad(jnp.asarray(given), ((0, 0), (0, width - given.shape[1])))
+    return given, jnp.asarray(lengths), jnp.int32(steps)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def _run(params, state, given, lengths, steps):
-    """Decodes ``steps`` tokens a row, the first ``lengths`` of them ``given``."""
+@functools.partial(jax.jit, donate_argnames="state", static_argnames="keep")
+def _run(params, state, given, lengths, steps, reference, keep: bool = False):
+    """Decodes ``steps`` tokens a row, the first ``lengths`` of them ``given``.
+
+    Returns the state, the tokens, the reads, and of every step the logits (``keep``) or, with a reference, measures.
+    """
     layers, rows = state.attention.reads.read.shape
+    width, vocab = given.shape[1], state.logits.shape[1]
 
     def step(t, carry):
-        state, tokens, reads = carry
+        state, tokens, reads, kept = carry
         # A given token is one that is certain: a single model in the program serves question and answer.
         token = lax.dynamic_index_in_dim(given, t, axis=1)
-        certain = jnp.where(jnp.arange(state.logits.shape[1]) == token, 0.0, -jnp.inf)
+        certain = jnp.where(jnp.arange(vocab) == token, 0.0, -jnp.inf)
+        if keep:
+            kept = kept.at[t].set(state.logits)
+        elif reference is not None:
+            now = _measure(state.logits, reference[t], token[:, 0])
+            kept = jax.tree.map(lambda every, one: every.at[t].set(one), kept, now)
         logits = jnp.where((t < lengths)[:, None], certain, state.logits)
         state, token = decode_step(params, state.replace(logits=logits))
         reads = jax.tree.map(lambda all_steps, now: all_steps.at[t].set(now), reads, state.attention.reads)
-        return state, tokens.at[:, t].set(token), reads
+        return state, tokens.at[:, t].set(token), reads, kept
 
-    carry = (state, jnp.zeros_like(given), init_reads(given.shape[1], layers, rows))
+    kept = jnp.zeros((width, rows, vocab)) if keep else (jnp.zeros((width, rows)),) * 3
+    carry = (state, jnp.zeros_like(given), init_reads(width, layers, rows), kept)
     return lax.fori_loop(0, steps, step, carry)
+
+
+def _measure(logits, reference, token):
+    """Of one step, ``[B]`` each: negative log-likelihood, divergence, agreement."""
+    own, other = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    nll = -jnp.take_along_axis(own, token[:, None], axis=-1)[:, 0]
+    kl = (jnp.exp(other) * (other - own)).sum(axis=-1)
+    return nll, kl, (own.argmax(axis=-1) == other.argmax(axis=-1)).astype(jnp.float32)

@@ -12,8 +12,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from rich.table import Table
 
-from quest_jax import Params, Policy, attend, extend, init_attention
+from quest_jax import Dense, Params, Policy, attend, extend, init_attention
+from quest_jax.attention import AttentionState
 from quest_jax.evals.capture import capture, listed
+from quest_jax.evals.contexts import groups
 from quest_jax.evals.mass import FIRST_LAYER
 from quest_jax.pallas_kernels.pages import gather_pages, pool_dtype, pool_shape
 from quest_jax.policies.exact import logits
@@ -30,12 +32,17 @@ class Fidelity(NamedTuple):
       recall: share of the 10 most attended tokens that was read.
       error: of the head's output, relative, in the 2-norm over the queries.
       share: bytes of keys, values and metadata read over those of dense attention.
+      union: the same where the heads of a group read together what any of them lists; equal but for lists per head.
+      needle: in the tenth of all heads that look at the needle most, the share of its tokens that the last query
+        reads; None without a needle.
     """
 
     mass: np.ndarray
     recall: np.ndarray
     error: np.ndarray
     share: float
+    union: float
+    needle: float | None = None
 
 
 def run(
@@ -45,6 +52,7 @@ def run(
     *,
     queries: int = 64,
     page_size: int = 16,
+    needle: tuple[int, int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Fidelity]:
     """Decodes the last tokens of a text with every policy, layer by layer: no layer suffers from what another lost.
@@ -58,10 +66,11 @@ def run(
       policies: by name.
       queries: how many of the last tokens.
       page_size: tokens of a page.
+      needle: positions from and to, of tokens that the last query asks for.
       progress: called with (layers done, layers in all), all policies together.
 
     Raises:
-      ValueError: no policies, or no text before the last tokens.
+      ValueError: no policies, no text before the last tokens, or a needle outside it.
       NotImplementedError: a model with windows or sinks.
     """
     if not policies or not 0 < queries < len(ids):
@@ -69,26 +78,39 @@ def run(
             f"fidelity: expected policies and 1 to {len(ids) - 1} queries at the end of the text, got {len(policies)} "
             f"and {queries}."
         )
+    first = len(ids) - queries
+    start, end = (0, 0) if needle is None else needle
+    if needle is not None and not 0 <= start < end <= first:
+        raise ValueError(f"fidelity: expected a needle before the last {queries} tokens, within {first}, got {needle}.")
     for policy in policies.values():
         policy.check(page_size)
     found = capture(params, ids, page_size)
     layers = range(min(FIRST_LAYER, params.config.n_layers - 1), params.config.n_layers)
-    first, results = len(ids) - queries, {name: [] for name in policies}
-    for done, (name, policy) in enumerate(policies.items()):
-        everywhere = _everywhere(policy)
-        for i, layer in enumerate(layers):
-            kv = _by_position(found.state.cache.kv[layer], params.config.head_dim)
-            measured = _measure(everywhere, page_size, queries, found.queries[layer], *kv, jnp.int32(first))
-            results[name].append(jax.tree.map(np.asarray, measured))
-            if progress is not None:
-                progress(done * len(layers) + i + 1, len(policies) * len(layers))
-    return {name: _joined(values) for name, values in results.items()}
+    everywhere = {name: _everywhere(policy) for name, policy in policies.items()}
+    results, done = {name: [] for name in policies}, 0
+    for layer in layers:
+        q = found.queries[layer]
+        kv = _by_position(found.state.cache.kv[layer], params.config.head_dim)
+        for names in groups(everywhere):
+            state = _read(_keeper(everywhere[names[0]]), page_size, q, *kv, jnp.int32(first))
+            for name in names:
+                measured = _measure(everywhere[name], queries, q, *kv, state, jnp.int32(first), jnp.array([start, end]))
+                results[name].append(jax.tree.map(np.asarray, measured))
+                done += 1
+                if progress is not None:
+                    progress(done, len(policies) * len(layers))
+    return {name: _joined(values, needle is not None) for name, values in results.items()}
 
 
 def _everywhere(policy: Policy) -> Policy:
     """The same without dense layers."""
     names = {field.name for field in dataclasses.fields(policy)}
     return dataclasses.replace(policy, **{"dense_layers": 0} if "dense_layers" in names else {})
+
+
+def _keeper(policy: Policy) -> Policy:
+    """Who reads the prompt: the policy where it keeps something of it, else one for all."""
+    return policy if policy.keeps_more else Dense()
 
 
 def _by_position(kv: Any, width: int) -> tuple[Array, Array]:
@@ -100,38 +122,59 @@ def _by_position(kv: Any, width: int) -> tuple[Array, Array]:
     return keys, values
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _measure(
-    policy: Policy,
+def _step(q, k, v, state, at, tokens, new):
+    own = [lax.dynamic_slice_in_dim(x, at, tokens, axis=1) for x in (q, k, v)]
+    return attend(0, own[0], own[1], own[2], extend(state, new[None]))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read(
+    keeper: Policy,
     page_size: int,
-    queries: int,
     q: Float[Array, "1 T H D"],
     k: Float[Array, "1 T K D"],
     v: Float[Array, "1 T K D"],
     first: Int[Array, ""],
-):
-    """Of one layer: mass, recall and squared errors and outputs, summed over the queries, and the bytes."""
-    _, room, heads, width = q.shape
+) -> AttentionState:
+    """One layer after a dense prompt of ``first`` tokens, with what ``keeper`` keeps of it."""
+    _, room, _, width = q.shape
     state = init_attention(
-        1, k.shape[2], width, batch=1, capacity=room, page_size=page_size, policy=policy, dtype=k.dtype
+        1, k.shape[2], width, batch=1, capacity=room, page_size=page_size, policy=keeper, dtype=k.dtype
     )
 
-    def step(state, at, tokens, new):
-        own = [lax.dynamic_slice_in_dim(x, at, tokens, axis=1) for x in (q, k, v)]
-        return attend(0, own[0], own[1], own[2], extend(state, new[None]))
-
     def read(i, state):
-        return step(state, i * _CHUNK, _CHUNK, jnp.clip(first - i * _CHUNK, 0, _CHUNK))[1]
+        return _step(q, k, v, state, i * _CHUNK, _CHUNK, jnp.clip(first - i * _CHUNK, 0, _CHUNK))[1]
+
+    return lax.fori_loop(0, -(-first // _CHUNK), read, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measure(
+    policy: Policy,
+    queries: int,
+    q: Float[Array, "1 T H D"],
+    k: Float[Array, "1 T K D"],
+    v: Float[Array, "1 T K D"],
+    state: AttentionState,
+    first: Int[Array, ""],
+    needle: Int[Array, "2"],
+):
+    """Of one layer: mass, recall, error, of the last query the needle's attention and share, and the bytes."""
+    _, room, heads, _ = q.shape
+    kv_heads, page_size = k.shape[2], state.cache.page_size
+    unit = policy.unit(page_size)
+    state = state.replace(policy=policy)
+    asked = (jnp.arange(room) >= needle[0]) & (jnp.arange(room) < needle[1])
 
     def decode(state, at):
-        out, after = step(state, at, 1, jnp.int32(1))
+        out, after = _step(q, k, v, state, at, 1, jnp.int32(1))
         memory = None if state.cache.memory is None else _memory_of(policy, k, v, at, state, after)
         view = after.view(0)._replace(memory=memory)
         query = lax.dynamic_slice_in_dim(q, at, 1, axis=1)
         weights = jax.nn.softmax(logits(query, at[None, None], view)[0, :, :, 0], axis=-1).reshape(heads, -1)
-        marks = jnp.ones((k.shape[2], room))
+        marks = jnp.ones((kv_heads, room))
         if not policy.is_dense(0, view):
-            marks = listed(policy.choose(query, view, None), policy.unit(page_size), room)
+            marks = listed(policy.choose(query, view, None), unit, room)
             if (covered := policy.covers(view)) is not None:
                 marks = jnp.where(covered[0], 1.0, marks)
         marks = jnp.repeat(marks, heads // len(marks), axis=0)
@@ -140,17 +183,21 @@ def _measure(
         best = lax.top_k(weights, min(TOP, room))[1]
         kept = jnp.take_along_axis(marks, best, axis=-1).mean(axis=-1)
         away = ((out[0, 0].astype(jnp.float32) - exact) ** 2).sum(axis=-1)
-        counts = tuple(getattr(after.reads, name)[0, 0].astype(jnp.float32) for name in ("read", "scored", "live"))
-        return after, ((weights * marks).sum(axis=-1), kept, away, (exact**2).sum(axis=-1), counts)
+        counts = [getattr(after.reads, name)[0, 0].astype(jnp.float32) for name in ("read", "scored", "live")]
+        live = jnp.arange(room) < -(-(at + 1) // unit) * unit
+        once = (marks.reshape(kv_heads, -1, room).max(axis=1) * live).sum() / unit  # what any head of a group lists
+        found = (weights * asked).sum(axis=-1), (marks * asked).sum(axis=-1) / jnp.maximum(asked.sum(), 1)
+        sums = (weights * marks).sum(axis=-1), kept, away, (exact**2).sum(axis=-1)
+        return after, (*sums, *found, (*counts, once))
 
-    state = lax.fori_loop(0, -(-first // _CHUNK), read, state)
-    _, (mass, recall, away, size, counts) = lax.scan(decode, state, first + jnp.arange(queries))
+    _, (mass, recall, away, size, looked, read, counts) = lax.scan(decode, state, first + jnp.arange(queries))
     shape, itemsize = pool_shape(state.cache.kv[0]), pool_dtype(state.cache.kv[0]).itemsize
-    page = policy.unit(page_size) * 2 * shape.head_dim * itemsize
-    scored = policy.scored_nbytes(shape.head_dim, itemsize, state.cache.metadata)
-    n_read, n_scored, n_live = (count.sum() for count in counts)
+    piece = unit * 2 * shape.head_dim * itemsize
+    n_read, n_scored, n_live, n_union = (count.sum() for count in counts)
+    choosing = n_scored * policy.scored_nbytes(shape.head_dim, itemsize, state.cache.metadata)
+    nbytes = tuple(count * piece for count in (n_read, n_union, n_live))
     error = jnp.sqrt(away.sum(axis=0) / size.sum(axis=0))
-    return mass.mean(axis=0), recall.mean(axis=0), error, n_read * page + n_scored * scored, n_live * page
+    return mass.mean(axis=0), recall.mean(axis=0), error, looked[-1], read[-1], choosing, *nbytes
 
 
 def _memory_of(policy, k, v, at, before, after):
@@ -160,9 +207,16 @@ def _memory_of(policy, k, v, at, before, after):
     return policy.remember(*own, view)
 
 
-def _joined(values: list[Any]) -> Fidelity:
-    mass, recall, error, read, dense = (np.stack(every) for every in zip(*values, strict=True))
-    return Fidelity(mass, recall, error, float(read.sum() / dense.sum()))
+def _joined(values: list[Any], has_needle: bool) -> Fidelity:
+    mass, recall, error, looked, found, choosing, read, union, dense = (
+        np.stack(every) for every in zip(*values, strict=True)
+    )
+    share, union_share = (float((choosing + one).sum() / dense.sum()) for one in (read, union))
+    needle = None
+    if has_needle:
+        most = np.argsort(-looked.ravel(), kind="stable")[: max(1, looked.size // 10)]
+        needle = float(found.ravel()[most].mean())
+    return Fidelity(mass, recall, error, share, union_share, needle)
 
 
 def table(found: Mapping[str, Fidelity], n_tokens: int, queries: int) -> Table:
@@ -180,7 +234,7 @@ def table(found: Mapping[str, Fidelity], n_tokens: int, queries: int) -> Table:
 def as_json(found: Mapping[str, Fidelity]) -> dict[str, Any]:
     """The same for a file: by method, means and the numbers of every layer and head."""
     return {
-        name: {"share": one.share}
+        name: {"share": one.share, "union": one.union, "needle": one.needle}
         | {key: float(getattr(one, key).mean()) for key in ("mass", "recall", "error")}
         | {f"{key}_by_layer_and_head": getattr(one, key).round(5).tolist() for key in ("mass", "recall", "error")}
         for name, one in found.items()

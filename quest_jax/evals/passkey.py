@@ -10,13 +10,14 @@ densely would make any policy look better than it is, because the answer is then
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from rich.table import Table
 
 from quest_jax import Params, Policy, prefill, replace_policy
 from quest_jax.evals.ask import ask
 from quest_jax.evals.metrics import first_integer
+from quest_jax.evals.samples import Decoder, Encoder
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -27,23 +28,6 @@ QUESTION = "What is the pass key? The pass key is"
 KEY_RANGE = (1, 50_000)
 SPARSE_CHARACTERS = 400
 ANSWER_TOKENS = 10
-
-
-@runtime_checkable
-class Encoder(Protocol):
-    """The part of a tokenizer that building a case needs."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with a begin-of-text token in front if the model wants one and nothing precedes."""
-        ...
-
-
-class Decoder(Encoder, Protocol):
-    """The part of a tokenizer that judging an answer needs as well."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of ``ids``."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +151,7 @@ def run(
         options: dict[str, Any] = dict(capacity=room, page_size=page_size, eos_token_ids=())
         state = prefill(params, contexts, **options)
         for name, policy in policies.items():
-            apart = policy is not None and (policy.remembers or policy.needs_norms or policy.needs_blocks is not None)
+            apart = policy is not None and policy.keeps_more
             own = prefill(params, contexts, policy=policy, **options) if apart else replace_policy(state, policy=policy)
             found = ask(params, own, tails, ANSWER_TOKENS)
             answers[name] += [tokenizer.decode(ids.tolist()) for ids in found.tokens[: len(part)]]

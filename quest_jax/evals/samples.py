@@ -1,6 +1,25 @@
 """A question about a context, and what a right answer is: what every task of ``quest-jax eval`` consists of."""
 
 import dataclasses
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """The part of a tokenizer that building a case needs."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, with a begin-of-text token in front if the model wants one and nothing precedes."""
+        ...
+
+
+@runtime_checkable
+class Decoder(Encoder, Protocol):
+    """The part of a tokenizer that judging an answer needs as well."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ``ids``."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,10 +130,16 @@ class Policy:
         """Whether it keeps a memory."""
         return self.new_memory(1, 1, 1, 1, 1) is not None
 
+    @property
+    def keeps_more(self) -> bool:
+        """Whether it keeps anything of a prompt beside pages and their metadata: others' states do not serve it."""
+        return self.remembers or self.needs_norms or self.needs_blocks is not None
+
     def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
         """What a decoding policy keeps of a layer besides its cache, from the first token of the prompt on.
 
-        Returns a pytree of arrays for rows without tokens, or None: nothing, which is the default.
+        Returns a pytree of arrays for rows without tokens, or None: nothing, which is the default. What reading a
+        prompt makes of it must not depend on a budget: one prompt serves a method at all of them.
         """
         del rows, kv_heads, head_dim, pages, page_size
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quest_jax import Dense, Quest, decode_step, feed_tokens, make_sampler, prefill, replace_policy
-from quest_jax.evals.ask import _run, ask
+from quest_jax.evals.ask import _run, ask, follow, predict
 from tests.models_for_tests import CONFIG, tiny
 
 CONTEXTS = [
@@ -77,3 +77,43 @@ def test_impossible_questions_are_refused(params, state, questions, new, says):
 def test_a_state_that_samples_or_stops_is_refused(params, state, wrong):
     with pytest.raises(ValueError, match="expected a greedy state without eos"):
         ask(params, state.replace(**wrong), QUESTIONS, 4)
+
+
+TEXTS = [[5, 9, 8, 3], [1, 2, 3, 5, 7, 6, 5]]
+
+
+def test_a_text_is_measured_against_another_policys_logits(params, state):
+    sparse = replace_policy(state, policy=Quest(32))
+    exact, found = predict(params, state, TEXTS), predict(params, sparse, TEXTS)
+    followed = follow(params, sparse, TEXTS, exact)
+    for row, text in enumerate(TEXTS):
+        fed = replace_policy(state, policy=Quest(32))
+        # The other row is fed as well: its tokens do not matter here.
+        for i, token in enumerate(text):
+            np.testing.assert_allclose(found[i, row], fed.logits[row], atol=1e-4)
+            if i > 0:
+                p, q = (jax.nn.softmax(np.float64(x[i, row])) for x in (exact, found))
+                np.testing.assert_allclose(followed.nll[i - 1, row], -np.log(q[token]), rtol=1e-4)
+                np.testing.assert_allclose(followed.kl[i - 1, row], (p * np.log(p / q)).sum(), atol=1e-5)
+                assert followed.agree[i - 1, row] == (p.argmax() == q.argmax())
+            fed = feed_tokens(params, fed, [[token], [token]])
+    assert np.isnan(followed.nll[3:, 0]).all() and np.isfinite(followed.nll[:, 1]).all()
+    assert followed.stats.sparse[:, 2:].all() and len(followed.stats.pages_read) == 7
+    assert followed.kl[:3].min() >= 0 and np.nanmax(followed.kl) > 1e-6
+    same = follow(params, state, TEXTS, exact)
+    np.testing.assert_allclose(np.nan_to_num(same.kl), 0, atol=1e-5)
+    assert np.nanmin(same.agree) == 1
+
+
+def test_questions_and_texts_share_a_program_by_their_reference(params, state):
+    reference = predict(params, state, TEXTS, room=40)
+    assert reference.shape == (40, 2, CONFIG.vocab_size) and not np.asarray(reference[7:]).any()
+    before = _run._cache_size()
+    answers = ask(params, state, QUESTIONS, 6, reference=reference)
+    follow(params, state, TEXTS, reference)
+    assert _run._cache_size() == before + 1
+    np.testing.assert_array_equal(answers.tokens, ask(params, state, QUESTIONS, 6).tokens)
+    with pytest.raises(ValueError, match=r"at least 41 steps, got \(40, 2, 97\)"):
+        ask(params, state, [[1], [2]], 40, reference=reference)
+    with pytest.raises(ValueError, match="expected a reference of 2 rows"):
+        follow(params, state, TEXTS, reference[:, :1])

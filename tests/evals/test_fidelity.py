@@ -67,6 +67,28 @@ def test_what_a_sound_method_must_show():
     assert np.shape(row["error_by_layer_and_head"]) == (tiny().config.n_layers - 2, tiny().config.n_heads)
 
 
+def test_lists_per_head_are_counted_once_where_a_group_reads_together():
+    found = measured(shared=quest_jax.Quest(40), own=quest_jax.Quest(40, reduce="per_head"))
+    assert found["shared"].union == pytest.approx(found["shared"].share, rel=0.02)
+    # Three heads a group: their union is at most three lists, and at least one.
+    scoring = 1 / PAGE
+    lists = (found["own"].share - scoring) / 3
+    assert lists < found["own"].union - scoring < 0.97 * 3 * lists
+
+
+def test_the_needle_counts_in_the_heads_that_look_at_it():
+    start, end = 17, 22
+    far, policies = SinkWindow(40), {"oracle": Oracle(40), "sink": SinkWindow(100, sink=60), "half": Oracle(150)}
+    found = fidelity.run(
+        tiny(), IDS, {"far": far, **policies}, queries=QUERIES, page_size=PAGE, needle=(start, end)
+    )  # fmt: skip
+    assert found["far"].needle == 0 and found["sink"].needle == 1
+    assert 0 < found["oracle"].needle < found["half"].needle <= 1
+    assert measured(far=far)["far"].needle is None
+    with pytest.raises(ValueError, match="expected a needle before the last 12 tokens, within 288"):
+        fidelity.run(tiny(), IDS, {"far": far}, queries=QUERIES, needle=(280, 290))
+
+
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ValueError, match="expected policies and 1 to 299 queries .* got 0 and 12"):
         measured()

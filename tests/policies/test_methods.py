@@ -66,8 +66,7 @@ def run_by(policy, phase, group, lengths, rows=slice(None)):
     q, k, v = (x[rows] for x in draw(group))
     lengths = np.asarray(lengths)
     new = new_tokens(lengths, phase)
-    apart = policy.remembers or policy.needs_norms or policy.needs_blocks is not None
-    state = fill(policy if apart else quest_jax.Dense(), q, k, v, jnp.asarray(lengths - new))
+    state = fill(policy if policy.keeps_more else quest_jax.Dense(), q, k, v, jnp.asarray(lengths - new))
     width = CHUNK if phase == "prefill" else 1
     at = np.minimum((lengths - new)[:, None] + np.arange(width), CAPACITY - 1)[..., None, None]
     return step(policy, phase, state, *(np.take_along_axis(x, at, axis=1) for x in (q, k, v)), jnp.asarray(new))

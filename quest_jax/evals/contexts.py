@@ -1,0 +1,105 @@
+"""Contexts that many questions and methods share: each is read once, for all that can start from it."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from quest_jax import DecodeState, Dense, Params, Policy, prefill, replace_policy
+from quest_jax.decode import prefill_chunk
+from quest_jax.evals.samples import Encoder, Sample
+from quest_jax.inputs import as_batch
+
+# Questions that are read densely are padded to a multiple of this, so that a few lengths share a program.
+_WIDTH = 32
+
+
+class Asked(NamedTuple):
+    """A question as the model takes it: the sample, and the tokens of its question."""
+
+    sample: Sample
+    ids: tuple[int, ...]
+
+
+class Context(NamedTuple):
+    """What is read densely, and what is then decoded by every method.
+
+    Attributes:
+      ids: tokens of the context.
+      asked: its questions.
+      following: tokens of the text that goes on after it; may be empty.
+    """
+
+    ids: tuple[int, ...]
+    asked: tuple[Asked, ...]
+    following: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that are fed or made after it."""
+        return max([len(self.following), *(len(one.ids) + one.sample.n_new for one in self.asked)])
+
+
+def gather(tokenizer: Encoder, samples: Sequence[Sample]) -> list[Context]:
+    """Joins samples with the same context, in the order in which the contexts come first.
+
+    Raises:
+      ValueError: a context or a question without tokens.
+    """
+    by_text: dict[str, list[Asked]] = {}
+    for sample in samples:
+        ids = tuple(tokenizer.encode(sample.question, add_special_tokens=False))
+        by_text.setdefault(sample.context, []).append(Asked(sample, ids))
+    found = [Context(tuple(tokenizer.encode(text)), tuple(asked)) for text, asked in by_text.items()]
+    if any(not one.ids or not all(asked.ids for asked in one.asked) for one in found):
+        raise ValueError("samples: expected contexts and questions of at least one token, got an empty one.")
+    return found
+
+
+def groups(policies: Mapping[str, Policy]) -> list[list[str]]:
+    """Names of policies that can start from one prefilled state: all that keep nothing beside the pages, first.
+
+    Those that do start together where they differ in their budget only: what a prompt leaves in a memory does not
+    depend on it (:meth:`quest_jax.Policy.new_memory`).
+    """
+    found: dict[Any, list[str]] = {None: []}
+    for name, policy in policies.items():
+        key = None
+        if policy.keeps_more:
+            fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+            key = type(policy), tuple(value for field, value in fields.items() if field != "budget")
+        found.setdefault(key, []).append(name)
+    return [names for names in found.values() if names]
+
+
+def prefilled(
+    params: Params, contexts: Sequence[Context], policy: Policy, *, capacity: int, page_size: int
+) -> DecodeState:
+    """Reads contexts densely, one a row, with what ``policy`` keeps beside the pages."""
+    return prefill(
+        params, [list(one.ids) for one in contexts], policy=policy if policy.keeps_more else Dense(),
+        capacity=capacity, page_size=page_size, eos_token_ids=(),
+    )  # fmt: skip
+
+
+def read_densely(params: Params, state: DecodeState, texts: Sequence[Sequence[int]]) -> DecodeState:
+    """Reads a text a row as a prompt is read, after what the rows hold already; the state given stays usable."""
+    tokens, lengths = as_batch([list(text) for text in texts], None, params.config.vocab_size)
+    tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -tokens.shape[1] % _WIDTH)))
+    return _read(params, state, tokens, jnp.asarray(lengths))
+
+
+@functools.partial(jax.jit)
+def _read(params, state, tokens, n_new):
+    return prefill_chunk(params, state, tokens, state.lengths, state.lengths + n_new)
+
+
+def by_policy(
+    state: DecodeState, policies: Mapping[str, Policy], names: Sequence[str]
+) -> Iterator[tuple[str, DecodeState]]:
+    """The state by each of these policies, that share its prompt."""
+    for name in names:
+        yield name, replace_policy(state, policy=policies[name])

@@ -1,0 +1,71 @@
+"""Results in a folder, one small file for each: a run that was interrupted goes on where it was."""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+
+class Store:
+    """A folder of results, each under the settings that it was measured with.
+
+    A file holds ``{"settings": ..., "result": ...}`` and is named after its settings; other settings are another file.
+    Files are written whole or not at all.
+
+    Args:
+      folder: made where it is not there.
+
+    Raises:
+      ValueError: a file in it is damaged; it is named, and nothing is overwritten.
+    """
+
+    def __init__(self, folder: pathlib.Path | str):
+        self._folder = pathlib.Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._folder.glob("*.json")):
+            _read(path)
+
+    def get(self, settings: Mapping[str, Any]) -> Any:
+        """Returns the result of these settings, or None."""
+        path = self._path(settings)
+        return _read(path)["result"] if path.exists() else None
+
+    def put(self, settings: Mapping[str, Any], result: Any) -> None:
+        """Keeps ``result``; both of what JSON has.
+
+        Raises:
+          ValueError: a NaN or infinity, which JSON does not have.
+        """
+        text = json.dumps({"settings": dict(settings), "result": result}, indent=1, allow_nan=False)
+        # Beside its place and then renamed: what is killed while it writes leaves no half of a file.
+        handle, name = tempfile.mkstemp(dir=self._folder, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            pathlib.Path(name).replace(self._path(settings))
+        except BaseException:
+            pathlib.Path(name).unlink(missing_ok=True)
+            raise
+
+    def _path(self, settings: Mapping[str, Any]) -> pathlib.Path:
+        text = json.dumps(dict(settings), sort_keys=True)
+        shown = "-".join(str(settings[key]) for key in ("task", "method", "budget") if key in settings)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return self._folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', shown)[:60]}-{digest}.json"
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.keys() != {"settings", "result"}:
+            raise ValueError("expected settings and a result")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected a result of an earlier run, got a damaged file ({error}); move it away, and it is "
+            "measured anew."
+        ) from error
+    return found
