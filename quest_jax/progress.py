@@ -13,6 +13,7 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
 
@@ -37,7 +38,7 @@ def counting(what: str, console: Console, *, nbytes: bool = False) -> Iterator[C
     """Shows a bar; yields ``advance(done, total)``, of things or bytes. Shows nothing where stderr is no terminal."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn() if nbytes else MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
         console=console, transient=True, disable=not console.is_terminal,
     ) as bar:  # fmt: skip
         task = bar.add_task(what, total=None)

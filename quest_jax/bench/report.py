@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -10,6 +10,7 @@ from rich.text import Text
 
 from quest_jax.bench.machine import machine_line
 from quest_jax.bench.rows import Row, Section
+from quest_jax.tables import check_place, markdown_table, write_place
 
 
 class Report(NamedTuple):
@@ -84,13 +85,9 @@ def markdown(report: Report) -> str:
     parts = [f"`{report.command}`", report.line]
     for section in report.sections:
         cells = columns(section.rows, report.machine["read_gb_s"])
-        lines = [
-            cells.keys(),
-            ["---" if name in LEFT else "---:" for name in cells],
-            *zip(*cells.values(), strict=True),
-        ]
+        left = [i for i, name in enumerate(cells) if name in LEFT]
         parts.append(f"**{section.title}**")
-        parts += ["\n".join(_markdown_line(line) for line in lines)] if section.rows else []
+        parts += [markdown_table([*cells], zip(*cells.values(), strict=True), left)] if section.rows else []
         parts += [section.note] if section.note else []
     return "\n\n".join(parts) + "\n"
 
@@ -104,19 +101,9 @@ def check_markdown(path: pathlib.Path, key: str) -> None:
     """Checks that :func:`write_markdown` has a place to write to.
 
     Raises:
-      ValueError: the file exists and has no such place, or its folder does not exist.
+      ValueError: see :func:`quest_jax.tables.check_place`.
     """
-    begin, end = markers(key)
-    if not path.exists():
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: expected a file in a folder that exists.")
-        return
-    text = path.read_text(encoding="utf-8")
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(
-            f"{path}: expected the lines {begin} and {end} once each, in this order, to write between them; add them "
-            "or name a file that does not exist."
-        )
+    check_place(path, *markers(key))
 
 
 def write_markdown(path: pathlib.Path, report: Report) -> None:
@@ -125,13 +112,7 @@ def write_markdown(path: pathlib.Path, report: Report) -> None:
     Raises:
       ValueError: see :func:`check_markdown`.
     """
-    check_markdown(path, report.key)
-    begin, end = markers(report.key)
-    before = after = ""
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-        before, after = text[: text.index(begin)], text[text.index(end) + len(end) :]
-    path.write_text(f"{before}{begin}\n\n{markdown(report)}\n{end}{after or '\n'}", encoding="utf-8")
+    write_place(path, *markers(report.key), markdown(report))
 
 
 def write_json(path: pathlib.Path, report: Report) -> None:
@@ -142,10 +123,6 @@ def write_json(path: pathlib.Path, report: Report) -> None:
         "rows": [row._asdict() for row in report.rows],
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _markdown_line(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
 
 
 def _time(ms: float) -> str:

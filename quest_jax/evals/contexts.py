@@ -1,14 +1,14 @@
 """Contexts that many questions and methods share: each is read once, for all that can start from it."""
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from quest_jax import DecodeState, Dense, Params, Policy, prefill, replace_policy
+from quest_jax import DecodeState, Dense, Params, Policy, prefill
+from quest_jax.cache import rebuild_norms
 from quest_jax.decode import prefill_chunk
 from quest_jax.evals.samples import Encoder, Sample
 from quest_jax.inputs import as_batch
@@ -76,30 +76,35 @@ def groups(policies: Mapping[str, Policy]) -> list[list[str]]:
 
 
 def prefilled(
-    params: Params, contexts: Sequence[Context], policy: Policy, *, capacity: int, page_size: int
+    params: Params,
+    contexts: Sequence[Context],
+    policy: Policy,
+    *,
+    capacity: int,
+    page_size: int,
+    prefills: bool = False,
 ) -> DecodeState:
-    """Reads contexts densely, one a row, with what ``policy`` keeps beside the pages."""
+    """Reads contexts, one a row: densely, with what ``policy`` keeps beside the pages; or by ``policy``."""
     return prefill(
-        params, [list(one.ids) for one in contexts], policy=policy if policy.keeps_more else Dense(),
-        capacity=capacity, page_size=page_size, eos_token_ids=(),
+        params, [list(one.ids) for one in contexts], capacity=capacity, page_size=page_size, eos_token_ids=(),
+        policy=policy if policy.keeps_more and not prefills else Dense(),
+        prefill_policy=policy if prefills else Dense(),
     )  # fmt: skip
 
 
-def read_densely(params: Params, state: DecodeState, texts: Sequence[Sequence[int]]) -> DecodeState:
-    """Reads a text a row as a prompt is read, after what the rows hold already; the state given stays usable."""
+def read_on(params: Params, state: DecodeState, texts: Sequence[Sequence[int]]) -> DecodeState:
+    """Reads a text a row as its prompt was read, after what the row holds already; the state given stays usable."""
     tokens, lengths = as_batch([list(text) for text in texts], None, params.config.vocab_size)
     tokens = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -tokens.shape[1] % _WIDTH)))
     return _read(params, state, tokens, jnp.asarray(lengths))
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _read(params, state, tokens, n_new):
-    return prefill_chunk(params, state, tokens, state.lengths, state.lengths + n_new)
-
-
-def by_policy(
-    state: DecodeState, policies: Mapping[str, Policy], names: Sequence[str]
-) -> Iterator[tuple[str, DecodeState]]:
-    """The state by each of these policies, that share its prompt."""
-    for name in names:
-        yield name, replace_policy(state, policy=policies[name])
+    cache = state.attention.cache
+    if state.attention.prefill_policy.needs_norms and cache.norms is None:  # dropped at the end of the prompt
+        with_norms = cache.replace(norms=rebuild_norms(cache))
+        state = state.replace(attention=state.attention.replace(cache=with_norms))
+    state = prefill_chunk(params, state, tokens, state.lengths, state.lengths + n_new)
+    kept = state.attention.cache.replace(norms=None if cache.norms is None else state.attention.cache.norms)
+    return state.replace(attention=state.attention.replace(cache=kept))

@@ -2,17 +2,17 @@
 
 A context is read densely. Then a method decodes: its questions and their answers, token by token (``sparse``, the
 strict way, and Quest's own); answers alone, the question having been read densely (``dense``); and the text that goes
-on after it, teacher forced (``text``).
+on after it, teacher forced (``text``). Or a method reads the context, and the question of ``dense``; all else is dense.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from quest_jax import DecodeState, Dense, Params, Policy
+from quest_jax import DecodeState, Dense, Params, Policy, replace_policy
 from quest_jax.evals import metrics
 from quest_jax.evals.ask import ask, follow, predict
-from quest_jax.evals.contexts import Context, by_policy, groups, prefilled, read_densely
+from quest_jax.evals.contexts import Context, groups, prefilled, read_on
 from quest_jax.evals.samples import Decoder
 from quest_jax.evals.store import Store
 
@@ -58,6 +58,7 @@ def run(
     modes: Sequence[Mode] = ("sparse",),
     batch: int = 4,
     page_size: int = 16,
+    prefills: bool = False,
     store: Store | None = None,
     settings: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -71,6 +72,7 @@ def run(
       modes: what is decoded; ``text`` needs contexts with a following text of two tokens or more.
       batch: contexts in memory at a time; their cache exists up to three times.
       page_size: tokens of a page.
+      prefills: measure the policies in reading prompts instead of in decoding.
       store: keeps the results of every policy and batch, and has those of earlier runs, which are not measured again.
       settings: that tell these results from others in the store.
       progress: called with (policies and batches done, all).
@@ -94,7 +96,7 @@ def run(
     cells: dict[tuple[str, int], dict[str, Any]] = {}
 
     def key(name: str, start: int) -> dict[str, Any]:
-        own = {"method": name, "policy": repr(policies[name]), "page_size": page_size, "modes": list(modes)}
+        own = {"method": name, "page_size": page_size, "modes": list(modes), "prefills": prefills}
         return own | {"contexts": [start, min(start + rows, len(contexts))]} | dict(settings or {})
 
     for start in starts:
@@ -106,9 +108,8 @@ def run(
             else:
                 cells[name, start] = found
         part = contexts[start : start + rows]
-        for name, cell in _measure(
-            params, tokenizer, part, rows, {name: policies[name] for name in missing}, modes, page_size
-        ):
+        todo = {name: policies[name] for name in missing}
+        for name, cell in _measure(params, tokenizer, part, rows, todo, modes, page_size, prefills):
             cells[name, start] = cell
             if store is not None:
                 store.put(key(name, start), cell)
@@ -117,7 +118,9 @@ def run(
     return {name: _joined([cells[name, start] for start in starts]) for name in policies}
 
 
-def _measure(params, tokenizer, part, rows, policies, modes, page_size) -> Iterator[tuple[str, dict[str, Any]]]:
+def _measure(
+    params, tokenizer, part, rows, policies, modes, page_size, prefills
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the cell of every policy for one batch of contexts."""
     if not policies:
         return
@@ -129,26 +132,31 @@ def _measure(params, tokenizer, part, rows, policies, modes, page_size) -> Itera
     if "text" in modes:
         plain = prefilled(params, filled, Dense(), **sizes)
         reference = predict(params, plain, [one.following for one in filled], room=-(-most // _WIDTH) * _WIDTH)
-    for names in groups(policies):
+    for names in [[name] for name in policies] if prefills else groups(policies):
         first = policies[names[0]]
-        if plain is None or first.keeps_more:
+        if plain is None or prefills or first.keeps_more:
             plain = None  # before the next: a cache of several long contexts is large
-            state = prefilled(params, filled, first, **sizes)
+            state = prefilled(params, filled, first, prefills=prefills, **sizes)
         else:
             state = plain
         for at in range(0, len(names), _TOGETHER):
-            yield from _of_group(
-                params, tokenizer, part, filled, state, policies, names[at : at + _TOGETHER], modes, reference
-            )
+            together = {name: policies[name] for name in names[at : at + _TOGETHER]}
+            states = {
+                name: state if prefills else replace_policy(state, policy=policy) for name, policy in together.items()
+            }
+            yield from _of_group(params, tokenizer, part, filled, state, states, modes, reference).items()
         del state
 
 
-def _of_group(params, tokenizer, part, filled, state, policies, names, modes, reference):
-    cells: dict[str, dict[str, Any]] = {name: {"seconds": 0.0} for name in names}
-    real = [list(one.asked) for one in part]
+def _of_group(params, tokenizer, part, filled, state, states, modes, reference) -> dict[str, dict[str, Any]]:
+    """The cells of states that differ in their policy only, of which ``state`` read the contexts."""
+    cells: dict[str, dict[str, Any]] = {name: {"seconds": 0.0} for name in states}
+    real = [one.asked for one in part]
 
-    def measured(mode: str, state: DecodeState, questions, at: int):
-        for name, own in by_policy(state, policies, names):
+    def measure(mode: str, extended: DecodeState, questions, at: int):
+        for name, own in states.items():
+            if extended is not state:
+                own = replace_policy(extended, policy=own.attention.policy)
             begin = time.perf_counter()
             found = ask(params, own, questions, n_new, reference=reference)
             cell = cells[name].setdefault(mode, {"answers": [[] for _ in part], "scores": [[] for _ in part]})
@@ -164,13 +172,13 @@ def _of_group(params, tokenizer, part, filled, state, policies, names, modes, re
     for at in range(turns):
         questions = [context.asked[min(at, len(context.asked) - 1)].ids for context in filled]
         if "sparse" in modes:
-            measured("sparse", state, questions, at)
+            measure("sparse", state, questions, at)
         if "dense" in modes:
             read = [question[:-1] for question in questions]
-            extended = read_densely(params, state, read) if all(read) else state
-            measured("dense", extended, [question[-1:] for question in questions], at)
+            extended = read_on(params, state, read) if all(read) else state
+            measure("dense", extended, [question[-1:] for question in questions], at)
     if "text" in modes:
-        for name, own in by_policy(state, policies, names):
+        for name, own in states.items():
             begin = time.perf_counter()
             found = follow(params, own, [one.following for one in filled], reference)
             cell = cells[name]["text"] = {
@@ -178,9 +186,7 @@ def _of_group(params, tokenizer, part, filled, state, policies, names, modes, re
                 for label, by_row in (("nll", found.nll), ("kl", found.kl), ("agree", found.agree))
             }
             _add(cells[name], cell, found.stats, len(part), begin)
-    for cell in cells.values():
-        cell["seconds"] = round(cell["seconds"], 2)
-    yield from cells.items()
+    return {name: cell | {"seconds": round(cell["seconds"], 2)} for name, cell in cells.items()}
 
 
 def _add(cell, part, stats, n_rows, begin):

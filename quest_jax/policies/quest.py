@@ -18,7 +18,7 @@ from quest_jax.policies.two_level import block_count, find_candidates, lengths_w
 
 Variant = Literal["quest", "kernel", "sim"]
 Ranking = Literal["box", "shrunk_box"]
-Reduce = Literal["mean", "max", "sum_softmax", "round_robin", "per_head"]
+Reduce = Literal["mean", "max", "sum_softmax", "max_softmax", "round_robin", "per_head"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Quest(PagePolicy):
         true maximum and no bound; None is ``shrunk_box`` for ``quest``, ``box`` for the two of the paper.
       beta: size of the shrunk box.
       reduce: how a group of query heads that shares a KV head agrees on one list: ``mean`` or ``max`` of the bounds,
-        ``sum_softmax`` (sum over heads of the softmax over pages), ``round_robin`` (best page of every head, then the
+        ``sum_softmax`` or ``max_softmax`` (of the heads' softmax over pages), ``round_robin`` (best page of every head, then the
         second of every head, ...), or ``per_head``: every query head reads a list of its own, G times the bytes.
       dense_layers: the first layers attend to everything; they need far more pages than the rest.
       sink_pages: pages at the start that are always read (``quest`` only).
@@ -94,10 +94,10 @@ class Quest(PagePolicy):
                 raise ValueError(f"Quest: expected {name} to be one of {known}, got {getattr(self, name)!r}.")
         if not 0 <= self.beta <= 1:
             raise ValueError(f"Quest: expected beta in [0, 1] (0: middle of the box, 1: the bound), got {self.beta}.")
-        if self.block_pages is not None and self.reduce == "sum_softmax" and self.variant != "sim":
+        if self.block_pages is not None and self.reduce.endswith("softmax") and self.variant != "sim":
             raise ValueError(
-                "Quest: expected another reduce than 'sum_softmax' with block_pages, got both: it weighs a head by its "
-                "softmax over all pages, and two levels do not score them all; take 'mean'."
+                f"Quest: expected another reduce than {self.reduce!r} with block_pages, got both: it weighs a head by "
+                "its softmax over all pages, and two levels do not score them all; take 'mean'."
             )
 
     @property
@@ -205,8 +205,9 @@ class Quest(PagePolicy):
         by_head = scores.reshape(q.shape[0], bounds_of(meta).shape[-3], -1, scores.shape[-1])  # [B, K, G, P]
         rows, kv_heads, group, pages = by_head.shape
         live = (jnp.arange(pages) * page_size < lengths[:, None])[:, None]
-        if reduce == "sum_softmax":
-            shared = jax.nn.softmax(by_head * q.shape[-1] ** -0.5, axis=-1).sum(axis=2)
+        if reduce in ("sum_softmax", "max_softmax"):
+            shares = jax.nn.softmax(by_head * q.shape[-1] ** -0.5, axis=-1)
+            shared = shares.sum(axis=2) if reduce == "sum_softmax" else shares.max(axis=2)
         else:
             # The turn at which the heads, picking one page after the other, would take each of their best.
             best = largest(by_head, min(-(-self.budget // page_size), pages))
@@ -275,6 +276,14 @@ METHODS = (
     Method(
         "quest_sum_softmax", lambda budget: Quest(budget, reduce="sum_softmax"), ("decode",), _BOUNDS,
         "one list by the sum of the heads' softmax over pages",
+    ),
+    Method(
+        "quest_max_softmax", lambda budget: Quest(budget, reduce="max_softmax"), ("decode",), _BOUNDS,
+        "the same by their largest",
+    ),
+    Method(
+        "quest_max", lambda budget: Quest(budget, reduce="max"), ("decode",), _BOUNDS,
+        "one list by the largest of the heads' scores",
     ),
     Method(
         "quest_two_level", lambda budget: Quest(budget, block_pages=16), ("decode",), "1 / (16 S) + (1 + 8 / S) B / L",

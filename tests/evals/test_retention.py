@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quest_jax import Dense, Quest, feed_tokens, prefill
+from quest_jax import Dense, Quest, QuoKA, feed_tokens, prefill
 from quest_jax.evals import contexts, retention
 from quest_jax.evals.ask import ask
 from quest_jax.evals.samples import Sample
@@ -81,6 +81,23 @@ def test_the_text_is_fed_by_the_method(found):
     assert [len(row) for row in found["full"].nll] == [7, 2, 1]
     assert max(map(max, found["full"].kl)) < 1e-5 < max(map(max, found["quest 32"].kl))
     assert min(map(min, found["full"].agree)) == 1
+
+
+@pytest.mark.slow
+def test_a_method_of_prefill_reads_context_and_question(found):
+    policies = {"full": Dense(), "quoka 16": QuoKA(16, chunk=32)}
+    read = retention.run(
+        tiny(), NumberTokenizer(), draw(), policies, modes=("dense", "text"), batch=3, prefills=True
+    )  # fmt: skip
+    assert read["full"].answers["dense"] == found["full"].answers["dense"]
+    assert max(map(max, read["full"].kl)) < 1e-5 < max(map(max, read["quoka 16"].kl))
+    assert read["quoka 16"].share == 1  # decoding is dense
+    context = draw()[1]
+    state = prefill(tiny(), [list(context.ids)], prefill_policy=policies["quoka 16"], capacity=160, eos_token_ids=())
+    state = contexts.read_on(tiny(), state, [context.asked[0].ids[:-1]])
+    assert state.lengths.tolist() == [70 + 3]
+    answer = ask(tiny(), state, [context.asked[0].ids[-1:]], 4).tokens[0].tolist()
+    assert read["quoka 16"].answers["dense"][2] == NumberTokenizer().decode(answer)
 
 
 def test_bytes_are_those_of_the_method_and_of_dense(found):

@@ -29,9 +29,10 @@ def numpy_shared(bounds, reduce, head_dim):
     if reduce == "max":
         return bounds.max(axis=0)
     live = np.isfinite(bounds[0])
-    if reduce == "sum_softmax":
+    if reduce in ("sum_softmax", "max_softmax"):
         weights = np.exp((bounds - bounds.max(axis=1, keepdims=True)) / np.sqrt(head_dim))
-        return np.where(live, (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0), -np.inf)
+        shares = weights / weights.sum(axis=1, keepdims=True)
+        return np.where(live, shares.sum(axis=0) if reduce == "sum_softmax" else shares.max(axis=0), -np.inf)
     order = np.argsort(-bounds, axis=1, kind="stable")
     taken = list(dict.fromkeys(order.T.ravel().tolist()))  # round by round, the first mention counts
     ranking = np.empty(bounds.shape[1])
@@ -60,6 +61,7 @@ POLICIES = [
     Quest(64),
     Quest(64, reduce="max"),
     Quest(64, reduce="sum_softmax"),
+    Quest(64, reduce="max_softmax"),
     Quest(64, reduce="round_robin"),
     Quest(64, reduce="per_head"),
     Quest(64, ranking="box"),
@@ -147,7 +149,7 @@ def test_the_current_page_is_never_the_one_that_gives_way():
         ({"budget": 64, "dense_layers": -1}, ValueError, "dense_layers to be at least 0"),
         ({"budget": 64, "variant": "paper"}, ValueError, "'quest', 'kernel', 'sim'"),
         ({"budget": 64, "ranking": "ball"}, ValueError, "'box', 'shrunk_box'"),
-        ({"budget": 64, "reduce": "median"}, ValueError, "'mean', 'max', 'sum_softmax', 'round_robin', 'per_head'"),
+        ({"budget": 64, "reduce": "median"}, ValueError, "'sum_softmax', 'max_softmax', 'round_robin', 'per_head'"),
         ({"budget": 64, "beta": 1.5}, ValueError, r"beta in \[0, 1\]"),
         ({"budget": 64, "beta": float("nan")}, ValueError, r"beta in \[0, 1\]"),
     ],
