@@ -75,8 +75,7 @@ def make_cases(tokenizer: Encoder, n_tokens: int, n_cases: int, seed: int = 0) -
     n_filler = _filler_characters(tokenizer, n_tokens)
     draw = random.Random(seed)
     return [
-        make_case(tokenizer, draw.randint(*KEY_RANGE), depth=(i + 1) / n_cases, n_filler=n_filler)
-        for i in range(n_cases)
+        _case(tokenizer, draw.randint(*KEY_RANGE), depth=(i + 1) / n_cases, n_filler=n_filler) for i in range(n_cases)
     ]
 
 
@@ -187,13 +186,17 @@ def _judge(cases: Sequence[Case], answers: Sequence[str], share_read: float) -> 
     return Outcome(tuple(answers), right, share_read)
 
 
-def make_case(tokenizer: Encoder, key: int, depth: float, n_filler: int) -> Case:
-    """One case, its key after the fraction ``depth`` of ``n_filler`` characters of filler."""
+def write(key: int, depth: float, n_filler: int) -> tuple[str, str]:
+    """The text of a case in two parts, the second of 400 characters; the key after ``depth`` of ``n_filler`` others."""
     filler = f"{FILLER} " * (n_filler // len(FILLER) + 1)
     before = int(n_filler * depth)
     fact = f"The pass key is {key}. Remember it. {key} is the pass key."
     text = "\n".join((TASK, filler[:before], fact, filler[: n_filler - before], QUESTION))
-    context, tail = text[:-SPARSE_CHARACTERS], text[-SPARSE_CHARACTERS:]
+    return text[:-SPARSE_CHARACTERS], text[-SPARSE_CHARACTERS:]
+
+
+def _case(tokenizer: Encoder, key: int, depth: float, n_filler: int) -> Case:
+    context, tail = write(key, depth, n_filler)
     tail_ids = tokenizer.encode(tail, add_special_tokens=False)
     return Case(key, depth, context, tail, tuple(tokenizer.encode(context)), tuple(tail_ids))
 
@@ -202,7 +205,7 @@ def _filler_characters(tokenizer: Encoder, n_tokens: int) -> int:
     """The most filler characters with which a case has at most ``n_tokens`` tokens."""
 
     def length(n_filler: int) -> int:
-        return make_case(tokenizer, KEY_RANGE[1], 0.5, n_filler).n_tokens
+        return _case(tokenizer, KEY_RANGE[1], 0.5, n_filler).n_tokens
 
     low = SPARSE_CHARACTERS
     if length(low) > n_tokens:
