@@ -1,5 +1,6 @@
 """The ``quest-jax`` command, on a tiny random model."""
 
+import importlib.util
 import io
 import json
 import os
@@ -247,6 +248,22 @@ def test_eval_fidelity_prints_and_writes_its_rows(run, model, tmp_path):
 
 
 @pytest.mark.slow
+def test_eval_layers_prints_writes_and_draws_what_each_needs(run, model, tmp_path):
+    numbers, plot = tmp_path / "layers.json", tmp_path / "layers.png"
+    drawn = ("--plot", plot) if importlib.util.find_spec("matplotlib") else ()
+    code, out, err = run("eval", "layers", "--model", model, "--tokens", 100, "--decoded", 4, "--budgets", 99, 16,
+                         "--json", numbers, *drawn)  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "the last 4 of 100 tokens" in out and "tokens for 0.01" in out
+    found = json.loads(numbers.read_text())
+    assert found["budgets"] == [16, 99] and {row[1] for row in found["nll_by_layer_and_budget"]} == {
+        round(found["nll_dense"], 6)
+    }
+    assert set(found["needed"]["perplexity"]) <= {16, 99}
+    assert plot.exists() == bool(drawn)
+
+
+@pytest.mark.slow
 def test_eval_mass_and_needle_print_their_tables(run, model):
     code, out, _ = run("eval", "mass", "--model", model, "--tokens", 700, "--budgets", 64, 128)
     assert code == 0 and "output error" in out
@@ -280,6 +297,9 @@ def test_eval_metadata_prints_its_table(run, model):
         (("metadata", "--queries", "0"), "--queries: expected at least 1, got 0."),
         (("metadata", "--block-pages", "1"), "expected block_pages to be at least 2, got 1."),
         (("mass", "--budgets", "8"), "--budgets: expected at least a page, 16 tokens, got [8]."),
+        (("layers", "--decoded", "0"), "decoded: expected at least 1, of a text with 2 tokens before, got 0 of 2048."),
+        (("layers", "--budgets", "4096"), "less than the text of 2048 tokens, got [4096]."),
+        (("layers", "--plot", "a.svg"), "--plot: expected a .png file in a folder that exists, got a.svg."),
         (("mass", "--tokens", "1000"), "expected a text with a chunk of 128 after more than 1024 tokens"),
         (("needle", "--budgets", "0"), "--budgets: expected at least 1 token, got [0]."),
         (("needle", "--texts", "0"), "expected --texts of at least 1 and 1 to 128 --queries, got 0 and 16."),

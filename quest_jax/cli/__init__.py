@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # Commands with commands of their own, and what the list of all says about them.
 GROUPS = {
-    "eval": (evaluate.COMMANDS, "Measure what a method keeps: passkey, mass, needle, metadata, weights, fidelity."),
+    "eval": (
+        evaluate.COMMANDS,
+        "Measure what a method keeps: passkey, mass, needle, layers, metadata, weights, fidelity.",
+    ),
     "bench": (
         bench.COMMANDS,
         "Time a method against dense attention: decode, prefill, generate, ops, breakdown, calibrate, compare.",

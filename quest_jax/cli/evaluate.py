@@ -1,4 +1,4 @@
-"""``quest-jax eval``: passkey, mass, needle, metadata, weights, fidelity."""
+"""``quest-jax eval``: passkey, mass, needle, metadata, weights, fidelity, and layers, which has a file of its own."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quest_jax.cli.common import Dtype, load_both
 from quest_jax.cli.common import Weights as Kind
+from quest_jax.cli.eval_layers import Layers
 
 if TYPE_CHECKING:
     from quest_jax import Policy
@@ -319,5 +320,6 @@ def policies_of(name: str, budgets: Sequence[int], page_size: int) -> "dict[str,
 
 
 COMMANDS = {
-    "passkey": Passkey, "fidelity": Fidelity, "mass": Mass, "needle": Needle, "metadata": Metadata, "weights": Weights,
+    "passkey": Passkey, "fidelity": Fidelity, "mass": Mass, "needle": Needle, "layers": Layers, "metadata": Metadata,
+    "weights": Weights,
 }  # fmt: skip
