@@ -202,11 +202,25 @@ class Quest(PagePolicy):
         )
         if reduce in ("mean", "max", "per_head"):
             return scores
-        by_head = scores.reshape(q.shape[0], bounds_of(meta).shape[-3], -1, scores.shape[-1])  # [B, K, G, P]
+        by_head = scores.reshape(q.shape[0], bounds_of(meta).shape[-3], -1, scores.shape[-1])
+        return self.agree(by_head, q.shape[-1], lengths, page_size)
+
+    def agree(
+        self, by_head: Float[Array, "B K G P"], head_dim: int, lengths: Int[Array, "B"], page_size: int
+    ) -> Float[Array, "B lists P"]:
+        """Joins the scores of a group's heads as ``reduce`` says; ``-inf`` past the length."""
+        reduce = self._reduce
         rows, kv_heads, group, pages = by_head.shape
         live = (jnp.arange(pages) * page_size < lengths[:, None])[:, None]
+        by_head = jnp.where(live[:, None], by_head, -jnp.inf)
+        if reduce == "per_head":
+            return by_head.reshape(rows, -1, pages)
+        if reduce == "mean":
+            return by_head.mean(axis=2)
+        if reduce == "max":
+            return by_head.max(axis=2)
         if reduce in ("sum_softmax", "max_softmax"):
-            shares = jax.nn.softmax(by_head * q.shape[-1] ** -0.5, axis=-1)
+            shares = jax.nn.softmax(by_head * head_dim**-0.5, axis=-1)
             shared = shares.sum(axis=2) if reduce == "sum_softmax" else shares.max(axis=2)
         else:
             # The turn at which the heads, picking one page after the other, would take each of their best.
