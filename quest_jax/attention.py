@@ -23,7 +23,7 @@ from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
-from quest_jax.policies.base import Dense, LayerView, Policy, checked
+from quest_jax.policies.base import Dense, LayerView, Policy, Sizes, checked
 
 
 class PageReads(struct.PyTreeNode):
@@ -89,6 +89,7 @@ def init_attention(
     layout: Layout | Literal["auto"] = "auto",
     implementation: str | None = None,
     metadata: Kind = "float32",
+    n_heads: int | None = None,
 ) -> AttentionState:
     """Makes the state of an empty cache.
 
@@ -98,6 +99,7 @@ def init_attention(
       policy: for decoding; None is dense.
       prefill_policy: for several new tokens at once; None is dense.
       implementation: of every op that has one of this name; None takes the best that serves the call.
+      n_heads: query heads, for a policy that keeps queries, such as SnapKV.
 
     Raises:
       ValueError: a size out of range, or a policy that cannot work with this page size or does not serve prefill.
@@ -119,8 +121,8 @@ def init_attention(
         batch=batch, capacity=capacity, page_size=page_size, dtype=dtype, layout=layout,
         norms=policy.needs_norms or prefill_policy.needs_norms, metadata=metadata, block_pages=policy.needs_blocks,
     )  # fmt: skip
-    sizes = batch, n_kv_heads, head_dim, cache.pages_per_row, page_size
-    memory = tuple(policy.new_memory(*sizes) for _ in range(n_layers)) if policy.remembers else None
+    sizes = Sizes(batch, n_kv_heads, head_dim, cache.pages_per_row, page_size, n_heads, n_layers)
+    memory = tuple(policy.new_memory(layer, sizes) for layer in range(n_layers)) if policy.remembers else None
     return AttentionState(
         cache=cache.replace(memory=memory),
         # Not the lengths again: one buffer under two names could not be donated.

@@ -198,7 +198,8 @@ def read_prompts(
         )
         plan_generation(params, len(tokens), capacity, **sizes_of).check()
     attention = _Attention(
-        **room, n_layers=config.n_layers, n_kv_heads=config.n_kv_heads, head_dim=config.head_dim,
+        **room, n_layers=config.n_layers, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
         policy=policy, prefill_policy=prefill_policy, implementation=implementation, target=dispatch.current_target(),
     )  # fmt: skip
     eos = as_eos(eos_token_ids, config.eos_token_ids, config.vocab_size)
@@ -235,6 +236,7 @@ class _Attention(NamedTuple):
     """What :func:`init_attention` is told, static; and the device for which its layout is chosen."""
 
     n_layers: int
+    n_heads: int
     n_kv_heads: int
     head_dim: int
     batch: int
@@ -364,10 +366,10 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             f"keeps {kept}; prefill with a policy that needs them (policy=), then others can replace it."
         )
     attention = state.attention
-    if policy.remembers and (cache.memory is None or type(policy) is not type(attention.policy)):
+    if policy.remembers and (cache.memory is None or not policy.continues(attention.policy)):
         raise ValueError(
-            f"policy: {type(policy).__name__} keeps a memory of the prompt, which this state has not; prefill with it "
-            "(policy=)."
+            f"policy: {type(policy).__name__} keeps a memory of the prompt, which this state has not, or not for this "
+            "policy; prefill with it (policy=)."
         )
     cache = cache if policy.remembers else cache.replace(memory=None)
     return state.replace(attention=attention.replace(policy=policy, cache=cache))

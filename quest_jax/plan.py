@@ -297,6 +297,7 @@ def _sized(
             **policies,
             dtype=jnp.dtype(dtype),
             metadata=metadata,
+            n_heads=config.n_heads,
         )
         dense.update({name: [one.is_dense(i, state.view(i)) for i in layers] for name, one in policies.items()})
         made = state.cache

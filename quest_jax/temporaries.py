@@ -131,7 +131,8 @@ def _layers(
     if window := max(config.windows, default=0):
         read = max(read, _list_bytes(config, min(capacity, window + tokens + page_size), tokens, itemsize))
     if not all(dense):
-        listed = min(capacity, getattr(policy, "budget", capacity) + tokens + page_size)
+        budget = capacity if policy.grows else getattr(policy, "budget", capacity)
+        listed = min(capacity, budget + tokens + page_size)
         scoring = _scoring(config, policy, batch, capacity, page_size, tokens)
         read = max(read, scoring, _list_bytes(config, listed, tokens, itemsize))
     return held, max(mlp, qkv + read)
@@ -155,7 +156,8 @@ def _scoring(config: LlamaConfig, policy: Policy, batch: int, capacity: int, pag
     if policy.copies_keys:  # one row after the other; the softmax of the queries that choose
         queries = min(tokens, getattr(policy, "n_queries", 1))
         copy = 8 * config.n_kv_heads * capacity * config.head_dim
-        return copy + 8 * batch * config.n_heads * queries * capacity
+        once = 8 * config.n_heads * policy.prompt_queries * capacity  # at the end of a prompt
+        return copy + max(8 * batch * config.n_heads * queries * capacity, once)
     if not isinstance(policy, PagePolicy):  # scores keys, for one token by the mean of a group's queries
         return 16 * batch * (config.n_kv_heads if tokens == 1 else config.n_heads) * capacity
     count = capacity // page_size

@@ -139,7 +139,7 @@ def _read(
     """One layer after a dense prompt of ``first`` tokens, with what ``keeper`` keeps of it."""
     _, room, _, width = q.shape
     state = init_attention(
-        1, k.shape[2], width, batch=1, capacity=room, page_size=page_size, policy=keeper, dtype=k.dtype
+        1, k.shape[2], width, batch=1, capacity=room, page_size=page_size, policy=keeper, dtype=k.dtype, n_heads=heads
     )
 
     def read(i, state):

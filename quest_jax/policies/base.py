@@ -48,6 +48,28 @@ class LayerView(NamedTuple):
         return self.pages_per_row * self.page_size
 
 
+class Sizes(NamedTuple):
+    """What a policy's memory of one layer is made for.
+
+    Attributes:
+      rows: [B] of the batch.
+      kv_heads: [K].
+      head_dim: [D] of the model.
+      pages: [P] that a row can have.
+      page_size: [S] tokens of a page.
+      heads: [H] query heads; None where the maker of the state did not say.
+      layers: of the model.
+    """
+
+    rows: int
+    kv_heads: int
+    head_dim: int
+    pages: int
+    page_size: int
+    heads: int | None = None
+    layers: int = 1
+
+
 class Selection(NamedTuple):
     """Pages to read, or tokens, where the policy lists those (:meth:`Policy.unit`): a token is a page of one.
 
@@ -75,12 +97,14 @@ class Policy:
       decodes: False in a class that serves nothing else.
       copies_keys: True in a class that computes with a copy of a row's keys, for which the plan then has room.
       watches: True in a class whose :meth:`observe` computes with the weights of all queries, likewise.
+      grows: True in a class whose lists grow past ``budget`` with what is decoded, likewise.
     """
 
     prefills: ClassVar[bool] = False
     decodes: ClassVar[bool] = True
     copies_keys: ClassVar[bool] = False
     watches: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
 
     @property
     def needs_norms(self) -> bool:
@@ -128,20 +152,29 @@ class Policy:
     @property
     def remembers(self) -> bool:
         """Whether it keeps a memory."""
-        return self.new_memory(1, 1, 1, 1, 1) is not None
+        return self.new_memory(0, Sizes(1, 1, 1, 1, 1, heads=1)) is not None
 
     @property
     def keeps_more(self) -> bool:
         """Whether it keeps anything of a prompt beside pages and their metadata: others' states do not serve it."""
         return self.remembers or self.needs_norms or self.needs_blocks is not None
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+    @property
+    def prompt_queries(self) -> int:
+        """The last queries of a prompt that it chooses by at the prompt's end; the plan has room for their weights."""
+        return 0
+
+    def continues(self, other: "Policy") -> bool:
+        """Whether it can go on with the memory that ``other`` kept: of the same class, unless the method says more."""
+        return type(self) is type(other)
+
+    def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """What a decoding policy keeps of a layer besides its cache, from the first token of the prompt on.
 
         Returns a pytree of arrays for rows without tokens, or None: nothing, which is the default. What reading a
         prompt makes of it must not depend on a budget: one prompt serves a method at all of them.
         """
-        del rows, kv_heads, head_dim, pages, page_size
+        del layer, sizes
 
     def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
         """The memory after the tokens ``k, v`` were written, before anything is chosen. Unchanged by default."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.pallas_kernels.metadata import Kind
-from quest_jax.policies.base import LayerView
+from quest_jax.policies.base import LayerView, Sizes
 from quest_jax.policies.lists import ListPolicy
 
 
@@ -51,10 +51,10 @@ class EvictingPolicy(ListPolicy):
         del metadata
         return head_dim * itemsize
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+    def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """``alive`` ``[B, K, L]``, and ``watched``, a float32 number for every token."""
-        del head_dim
-        tokens = rows, kv_heads, pages * page_size
+        del layer
+        tokens = sizes.rows, sizes.kv_heads, sizes.pages * sizes.page_size
         memory = {"alive": jnp.ones(tokens, bool)}
         return memory | {"watched": jnp.zeros(tokens, jnp.float32)} if self.watches else memory
 

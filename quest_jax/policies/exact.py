@@ -16,11 +16,13 @@ def logits(q: Float[Array, "B T H D"], at: Int[Array, "B T"], view: LayerView) -
     Copies a row's keys: for measuring, and for methods that look at few queries.
     """
     rows = jnp.arange(len(q))
-    return lax.map(lambda one: _logits_of_row(view, *one), (rows, q, at, view.lengths))
+    return lax.map(lambda one: logits_of_row(view, *one), (rows, q, at, view.lengths))
 
 
-def _logits_of_row(view, row, q, at, length):
-    """[K, G, T, L] of one row's queries ``[T, H, D]`` at ``at [T]``."""
+def logits_of_row(
+    view: LayerView, row: Int[Array, ""], q: Float[Array, "T H D"], at: Int[Array, "T"], length: Int[Array, ""]
+) -> Float[Array, "K G T L"]:
+    """As :func:`logits`, of one row of ``length`` tokens."""
     shape = pool_shape(view.kv)
     scale = q.shape[-1] ** -0.5
     keys, q = keys_of(view, row), pad_head_dim(q, shape.head_dim)
@@ -72,7 +74,7 @@ def column_mass(
         row, q, at, lse, length = args
         sums = lse.T.reshape(kv_heads, -1, len(q), 1)
         real = (at < length)[:, None] & (sums > -jnp.inf)
-        return jnp.where(real, jnp.exp(_logits_of_row(view, row, q, at, length) - sums), 0).sum(axis=(1, 2))
+        return jnp.where(real, jnp.exp(logits_of_row(view, row, q, at, length) - sums), 0).sum(axis=(1, 2))
 
     mass = lax.map(one, (jnp.arange(len(q)), q, at, lse, view.lengths))
     return mass if seen is None else jnp.where(seen, mass, 0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from quest_jax.pallas_kernels.metadata import Kind
-from quest_jax.policies.base import LayerView, Selection
+from quest_jax.policies.base import LayerView, Selection, Sizes
 from quest_jax.policies.method import Method
 from quest_jax.policies.quest import Quest
 
@@ -36,10 +36,10 @@ class Compensated(Quest):
         """A page's min and max, and the means of its keys and values."""
         return super().scored_nbytes(head_dim, itemsize, metadata) + 2 * head_dim * itemsize
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+    def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """The sums of the keys and values of every page, float32 ``[B, K, P, 2 D]``."""
-        del page_size
-        return jnp.zeros((rows, kv_heads, pages, 2 * head_dim), jnp.float32)
+        del layer
+        return jnp.zeros((sizes.rows, sizes.kv_heads, sizes.pages, 2 * sizes.head_dim), jnp.float32)
 
     def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
         """Adds the new tokens to their pages."""

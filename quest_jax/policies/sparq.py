@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.pages import pool_shape
-from quest_jax.policies.base import LayerView, Selection
+from quest_jax.policies.base import LayerView, Selection, Sizes
 from quest_jax.policies.exact import logits
 from quest_jax.policies.lists import ListPolicy
 from quest_jax.policies.method import Method
@@ -66,10 +66,11 @@ class SparQ(ListPolicy):
         del metadata
         return min(self.channels, head_dim) * itemsize
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+    def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """The sum of the values, ``[B, K, D]``."""
-        del pages, page_size
-        return jnp.zeros((rows, kv_heads, head_dim), jnp.float32) if self.mean_value else None
+        del layer
+        shape = sizes.rows, sizes.kv_heads, sizes.head_dim
+        return jnp.zeros(shape, jnp.float32) if self.mean_value else None
 
     def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
         """Adds the new values."""

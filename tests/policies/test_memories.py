@@ -29,7 +29,9 @@ def run(policy, group, rows=slice(None), chunk=CHUNK):
     """Outputs ``[B, STEPS, H, D]`` of decode steps after prompts that were read in chunks."""
     q, k, v = (x[rows] for x in draw(group))
     prompts = np.array(PROMPTS)[rows]
-    state = quest_jax.init_attention(1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=policy)
+    state = quest_jax.init_attention(
+        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=policy, n_heads=q.shape[2]
+    )
     poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.cache.kv, state.cache.meta))
     state = state.replace(cache=state.cache.replace(kv=poisoned[0], meta=poisoned[1]))
 

@@ -46,7 +46,7 @@ def new_tokens(lengths, phase):
 def fill(keeper, q, k, v, lengths):
     """The state of a dense prompt, in a cache whose memory held NaN, with what ``keeper`` keeps beside it."""
     state = quest_jax.init_attention(
-        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=keeper
+        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=keeper, n_heads=q.shape[2]
     )  # fmt: skip
     poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.cache.kv, state.cache.meta))
     state = state.replace(cache=state.cache.replace(kv=poisoned[0], meta=poisoned[1]))
