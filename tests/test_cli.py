@@ -264,6 +264,35 @@ def test_eval_layers_prints_writes_and_draws_what_each_needs(run, model, tmp_pat
 
 
 @pytest.mark.slow
+def test_calibrate_writes_a_basis_that_fidelity_reads(run, model, tmp_path):
+    path = tmp_path / "basis.npz"
+    code, out, err = run("calibrate", "loki", path, "--model", model, "--tokens", 300)
+    assert (code, out) == (0, "") and "Basis(3 layers, 2 KV heads, 8 channels" in err
+    options = (
+        "eval",
+        "fidelity",
+        "--model",
+        model,
+        "--tokens",
+        400,
+        "--queries",
+        4,
+        "--budgets",
+        64,
+        "--methods",
+        "loki",
+    )
+    for basis in ((), ("--basis", path)):
+        assert run(*options, *basis, "--json", tmp_path / f"{len(basis)}.json")[0] == 0
+    own, given = (json.loads((tmp_path / f"{i}.json").read_text())["rows"]["loki 64"] for i in (0, 2))
+    assert own["share"] == given["share"] and own["mass"] != given["mass"]
+    path.write_bytes(path.read_bytes()[:-9])
+    code, _, err = run(*options, "--basis", path)
+    assert code == 2 and "basis.npz: expected a basis that quest-jax calibrate wrote" in err
+    assert "expected more than the 8 channels" in run("calibrate", "loki", path, "--model", model, "--tokens", 8)[2]
+
+
+@pytest.mark.slow
 def test_eval_mass_and_needle_print_their_tables(run, model):
     code, out, _ = run("eval", "mass", "--model", model, "--tokens", 700, "--budgets", 64, 128)
     assert code == 0 and "output error" in out

@@ -1,4 +1,4 @@
-"""The ``quest-jax`` command: generate, demo, plan, models, methods, doctor, eval, bench.
+"""The ``quest-jax`` command: generate, demo, plan, models, methods, calibrate, doctor, eval, bench.
 
 Options are frozen dataclasses, read by tyro; what only one command needs is imported when it runs. Text that was asked
 for goes to stdout, everything about it to stderr.
@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from quest_jax import __version__
 from quest_jax.cli import bench, evaluate
+from quest_jax.cli.calibrate import Calibrate
 from quest_jax.cli.demo import Demo
 from quest_jax.cli.doctor import Doctor
 from quest_jax.cli.generate import Generate
@@ -92,8 +93,8 @@ def _parse(argv: list[str]) -> Command:
             for name, (_, says) in GROUPS.items()
         }
         commands = {
-            "generate": Generate, "demo": Demo, "plan": Plan, "models": Models, "methods": Methods, "doctor": Doctor,
-            **groups,
+            "generate": Generate, "demo": Demo, "plan": Plan, "models": Models, "methods": Methods,
+            "calibrate": Calibrate, "doctor": Doctor, **groups,
         }  # fmt: skip
         description = "Query-aware sparse attention for JAX. --version prints the version."
     for name, command in commands.items():

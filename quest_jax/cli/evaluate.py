@@ -26,6 +26,7 @@ class Passkey:
       cases: how many, at depths in equal steps.
       methods: names of `quest-jax methods` that decode.
       budgets: tokens that a method reads per layer and KV head; a half and a quarter of the prompt if none.
+      basis: of `quest-jax calibrate loki`, for `loki`; without it that ranks by the basis of the text itself.
       batch: cases in memory at a time.
       seed: of the keys.
       page_size: tokens in a page of the cache.
@@ -37,6 +38,7 @@ class Passkey:
     cases: int = 20
     methods: tuple[str, ...] = ("quest",)
     budgets: tuple[int, ...] = ()
+    basis: pathlib.Path | None = None
     batch: int = 5
     seed: int = 0
     page_size: int = 16
@@ -52,7 +54,7 @@ class Passkey:
         budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
         policies: dict[str, Policy | None] = {"dense": None}
         for name in self.methods:
-            policies |= policies_of(name, budgets, self.page_size)
+            policies |= policies_of(name, budgets, self.page_size, self.basis)
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
         cases = passkey.make_cases(tokenizer, self.tokens, self.cases, self.seed)
@@ -259,6 +261,7 @@ class Fidelity:
       model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
       methods: names of `quest-jax methods` that decode; all if none.
       budgets: tokens that a method reads per layer and KV head.
+      basis: of `quest-jax calibrate loki`, for `loki`; without it that ranks by the basis of the text itself.
       tokens: length of the text, of Moby-Dick.
       queries: of the last tokens, decoded one by one.
       page_size: tokens in a page of the cache.
@@ -269,6 +272,7 @@ class Fidelity:
     model: str = "smollm2-135m"
     methods: tuple[str, ...] = ()
     budgets: tuple[int, ...] = (256, 512, 1024)
+    basis: pathlib.Path | None = None
     tokens: int = 3072
     queries: int = 64
     page_size: int = 16
@@ -286,7 +290,7 @@ class Fidelity:
         names = self.methods or [name for name, one in registry.methods().items() if "decode" in one.phases]
         policies = {"full": registry.find("full").make(0)}
         for name in dict.fromkeys(["random", "sink_window", "oracle", *names]):
-            policies |= {} if name == "full" else policies_of(name, self.budgets, self.page_size)
+            policies |= {} if name == "full" else policies_of(name, self.budgets, self.page_size, self.basis)
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
         with counting("layers", console) as progress:
@@ -302,19 +306,25 @@ class Fidelity:
         return 0
 
 
-def policies_of(name: str, budgets: Sequence[int], page_size: int) -> "dict[str, Policy]":
-    """The policies of one method, by its name and the budget.
+def policies_of(
+    name: str, budgets: Sequence[int], page_size: int, basis: pathlib.Path | None = None
+) -> "dict[str, Policy]":
+    """The policies of one method, by its name and the budget; one that ranks by a basis takes it from the file.
 
     Raises:
-      ValueError: no such method, one that reads prompts only, or a budget it cannot work with.
+      ValueError: no such method, one that reads prompts only, a budget it cannot work with, or a file that is no basis.
     """
     from quest_jax.policies import registry
+    from quest_jax.policies.basis import load_basis
 
     method, found = registry.find(name), {}
     if "decode" not in method.phases:
         raise ValueError(f"methods: expected those that decode, got {name!r}, which reads prompts only.")
     for budget in budgets:
-        found[f"{name} {budget}"] = policy = method.make(budget)
+        policy = method.make(budget)
+        if basis is not None and "basis" in {field.name for field in dataclasses.fields(policy)}:
+            policy = dataclasses.replace(policy, basis=load_basis(basis))
+        found[f"{name} {budget}"] = policy
         policy.check(page_size)
     return found
 

@@ -42,6 +42,10 @@ class Captured(NamedTuple):
         starts, lengths = jnp.array([start], jnp.int32), jnp.array([end], jnp.int32)
         return LayerView(cache.kv[layer], cache.meta[layer], norms, starts, lengths, None)
 
+    def keys(self, layer: int) -> Float[Array, "K T D"]:
+        """The rotated keys of the text."""
+        return _rows_of(self.view(layer, 0, self.n_tokens), self.state.cache.head_dim)[0][:, : self.n_tokens]
+
 
 def capture(params: Params, ids: Sequence[int], page_size: int = 16) -> Captured:
     """Runs ``params`` densely over ``ids`` and keeps the queries of every layer, about 4 T H D bytes each.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from rich.table import Table
 
 from quest_jax import Dense, Params, Policy, attend, extend, init_attention
-from quest_jax.attention import AttentionState
+from quest_jax.attention import AttentionState, init_reads
 from quest_jax.evals.capture import capture, listed
 from quest_jax.evals.contexts import groups
 from quest_jax.evals.mass import FIRST_LAYER
@@ -92,7 +92,8 @@ def run(
         q = found.queries[layer]
         kv = _by_position(found.state.cache.kv[layer], params.config.head_dim)
         for names in groups(everywhere):
-            state = _read(_keeper(everywhere[names[0]]), page_size, q, *kv, jnp.int32(first))
+            keeper = _keeper(everywhere[names[0]])
+            state = _read(keeper, page_size, params.config.n_layers, jnp.int32(layer), q, *kv, jnp.int32(first))
             for name in names:
                 measured = _measure(everywhere[name], queries, q, *kv, state, jnp.int32(first), jnp.array([start, end]))
                 results[name].append(jax.tree.map(np.asarray, measured))
@@ -127,20 +128,23 @@ def _step(q, k, v, state, at, tokens, new):
     return attend(0, own[0], own[1], own[2], extend(state, new[None]))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(
     keeper: Policy,
     page_size: int,
+    layers: int,
+    layer: Int[Array, ""],
     q: Float[Array, "1 T H D"],
     k: Float[Array, "1 T K D"],
     v: Float[Array, "1 T K D"],
     first: Int[Array, ""],
 ) -> AttentionState:
     """One layer after a dense prompt of ``first`` tokens, with what ``keeper`` keeps of it."""
-    _, room, _, width = q.shape
-    state = init_attention(
-        1, k.shape[2], width, batch=1, capacity=room, page_size=page_size, policy=keeper, dtype=k.dtype, n_heads=heads
-    )
+    _, room, heads, width = q.shape
+    state = _only(layer, init_attention(
+        layers, k.shape[2], width, batch=1, capacity=room, page_size=page_size, policy=keeper, dtype=k.dtype,
+        n_heads=heads,
+    ))  # fmt: skip
 
     def read(i, state):
         return _step(q, k, v, state, i * _CHUNK, _CHUNK, jnp.clip(first - i * _CHUNK, 0, _CHUNK))[1]
@@ -198,6 +202,18 @@ def _measure(
     nbytes = tuple(count * piece for count in (n_read, n_union, n_live))
     error = jnp.sqrt(away.sum(axis=0) / size.sum(axis=0))
     return mass.mean(axis=0), recall.mean(axis=0), error, looked[-1], read[-1], choosing, *nbytes
+
+
+def _only(layer: Int[Array, ""], state: AttentionState) -> AttentionState:
+    """The state of one layer; what a policy keeps may be another in every layer, all else is empty in all."""
+    cache = state.cache
+    first = {
+        name: None if (every := getattr(cache, name)) is None else every[:1]
+        for name in ("kv", "meta", "norms", "blocks")
+    }
+    if cache.memory is not None:
+        first["memory"] = (jax.tree.map(lambda *every: jnp.stack(every)[layer], *cache.memory),)
+    return state.replace(cache=cache.replace(**first), reads=init_reads(1, 1))
 
 
 def _memory_of(policy, k, v, at, before, after):

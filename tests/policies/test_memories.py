@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import quest_jax
-from quest_jax.policies.base import Policy
+from quest_jax.policies.base import Policy, Sizes
 from quest_jax.policies.h2o import H2O
 from quest_jax.policies.keydiff import KeyDiff
 from quest_jax.policies.quest_compensated import Compensated
@@ -231,6 +231,6 @@ def test_impossible_methods_are_refused(as_a_user, make, error, message):
 
 
 def test_a_policy_remembers_nothing_unless_it_says_so():
-    assert Policy().new_memory(1, 1, 1, 1, 16) is None
+    assert Policy().new_memory(0, Sizes(1, 1, 1, 1, 16)) is None and not Policy().remembers
     state = quest_jax.init_attention(1, 1, 8, batch=1, capacity=32, policy=quest_jax.Quest(16))
     assert state.cache.memory is None
