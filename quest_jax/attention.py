@@ -5,7 +5,7 @@ new state. It knows nothing of the model around it.
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
-from quest_jax.policies.base import Dense, LayerView, Policy, Sizes, checked
+from quest_jax.policies.base import Dense, LayerView, Policy, Sizes, by_row, checked
 
 
 class PageReads(struct.PyTreeNode):
@@ -55,6 +55,7 @@ class AttentionState(struct.PyTreeNode):
       policy: what a decoding query reads; static.
       prefill_policy: what the queries of several new tokens read; static.
       implementation: of every op that has one of this name, None for the best that serves; static.
+      carry: what the decoding policy hands on, one entry for all layers or one a layer; None where it hands on nothing.
     """
 
     cache: Cache
@@ -63,6 +64,7 @@ class AttentionState(struct.PyTreeNode):
     policy: Policy = struct.field(pytree_node=False)
     prefill_policy: Policy = struct.field(pytree_node=False, default=Dense())
     implementation: str | None = struct.field(pytree_node=False, default=None)
+    carry: tuple[Any, ...] | None = None
 
     def view(self, layer: int) -> LayerView:
         """Returns the cache of a layer as a policy sees it."""
@@ -70,9 +72,15 @@ class AttentionState(struct.PyTreeNode):
         norms = None if cache.norms is None else cache.norms[layer]
         blocks = None if cache.blocks is None else cache.blocks[layer]
         memory = None if cache.memory is None else cache.memory[layer]
+        carry = None if self.carry is None else self.carry[self.carry_slot(layer)]
         return LayerView(
-            cache.kv[layer], cache.meta[layer], norms, self.starts, cache.lengths, cache.page_table, blocks, memory
-        )
+            cache.kv[layer], cache.meta[layer], norms, self.starts, cache.lengths, cache.page_table, blocks,
+            memory, carry,
+        )  # fmt: skip
+
+    def carry_slot(self, layer: int) -> int:
+        """Which entry of ``carry`` is that of a layer."""
+        return layer if self.policy.carries_by_layer else 0
 
 
 def init_attention(
@@ -131,7 +139,16 @@ def init_attention(
         policy=policy,
         prefill_policy=prefill_policy,
         implementation=implementation,
+        carry=init_carry(policy, cache),
     )
+
+
+def init_carry(policy: Policy, cache: Cache) -> tuple[Any, ...] | None:
+    """Makes what ``policy`` hands on in a cache of this size, before its first step; None where it hands on nothing."""
+    if not policy.carries:
+        return None
+    sizes = len(cache.lengths), pool_shape(cache.kv[0]).kv_heads, cache.pages_per_row, cache.page_size
+    return tuple(policy.new_carry(*sizes) for _ in range(len(cache.kv) if policy.carries_by_layer else 1))
 
 
 def init_reads(*shape: int) -> PageReads:
@@ -212,14 +229,33 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
     sinks = None if sinks is None else jnp.asarray(sinks)
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(f"attend: expected sinks [{q.shape[2]}], one a query head, got {sinks.shape}.")
+    layer = int(layer)
+    policy = policy.at(layer, len(cache.kv))
+    if policy.carries and state.carry is None:
+        raise ValueError(
+            f"attend: {type(policy).__name__} hands on what it chooses, and this state has no room for it; make the "
+            "state with this policy (init_attention, prefill), or replace another by it (replace_policy)."
+        )
+    if window is not None and policy.chooses_for_others:
+        raise ValueError(
+            f"attend: expected a layer that sees everything where {type(policy).__name__} chooses for those after it, "
+            f"got layer {layer}, which has a window of {window}; name others, selecting=."
+        )
     if window is not None and window >= state.cache.capacity:
         window, policy = None, Dense()  # sees everything, and is not sparsified
-    dense = window is None and policy.is_dense(int(layer), state.view(int(layer)))
-    alone = state.replace(cache=_map_layers(lambda layers: (layers[layer],), cache), reads=init_reads(1, len(q)))
+    dense = window is None and policy.is_dense(layer, state.view(layer))
+    slot = state.carry_slot(layer)
+    alone = state.replace(
+        cache=_map_layers(lambda layers: (layers[layer],), cache), reads=init_reads(1, len(q)),
+        carry=None if state.carry is None else (state.carry[slot],),
+    )  # fmt: skip
     out, alone = _attend_alone(policy, dense, window, dispatch.current_target(), q, k, v, alone, sinks)
     cache = _map_layers(lambda old, new: (*old[:layer], new[0], *old[layer + 1 :]), cache, alone.cache)
     reads = jax.tree.map(lambda old, new: old.at[layer].set(new[0]), state.reads, alone.reads)
-    return out, state.replace(cache=cache, reads=reads)
+    carry = state.carry
+    if carry is not None:
+        carry = (*carry[:slot], *alone.carry, *carry[slot + 1 :])
+    return out, state.replace(cache=cache, reads=reads, carry=carry)
 
 
 def _map_layers(function, cache, *others):
@@ -243,26 +279,35 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
         attended = page_attention(
             q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation
         )
-        return attended, PageReads(live, live, jnp.zeros_like(live), jnp.ones_like(live, bool))
+        scored = _scored(policy, view) * k.shape[2] if policy.chooses_for_others else jnp.zeros_like(live)
+        return attended, PageReads(live, live, scored, jnp.ones_like(live, bool))
 
     def selected():
         return _attend_selected(policy, q, k, v, view, state.implementation)
 
-    selection = None
+    selection, carry = None, view.carry
     if window is not None:
         attended, counts = _attend_window(window, unit, q, view, state.implementation)
     elif dense:
         attended, counts = whole(view.lengths)
+        carry = policy.carry_on(q, view, None)
     elif (covered := policy.covers(view)) is None:
         attended, counts, selection = selected()
+        carry = policy.carry_on(q, view, selection)
     else:
         # Each row by its own length: what is read for it does not depend on the rows beside it.
         nothing = (jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)), init_reads(len(view.lengths))
         every = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
-        some = lax.cond(covered.all(), lambda: nothing, lambda: selected()[:2])
-        attended, counts = jax.tree.map(
-            lambda one, other: jnp.where(covered.reshape(-1, *(1,) * (one.ndim - 1)), one, other), every, some
-        )
+
+        def some():
+            attended, counts, selection = selected()
+            return attended, counts, policy.carry_on(q, view, selection)
+
+        others = lax.cond(covered.all(), lambda: (*nothing, carry), some)
+        attended, counts, carry = by_row(covered, (*every, carry), others)
+    if carry is not view.carry:
+        active = view.lengths > view.starts
+        state = state.replace(carry=(by_row(active, carry, view.carry),))
     out, lse = attended
     if sinks is not None:
         # One more logit in the softmax takes its share of the weight; it brings no value.
@@ -273,6 +318,12 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
         seen = None if selection is None else _tokens_in(selection, unit, k.shape[2], view.capacity)
         state = _keep(state, state.policy.observe(q, view, seen, lse))
     return out, _record(state, counts)
+
+
+def _scored(policy, view):
+    """int32 ``[B]``: what choosing scores per KV head."""
+    scored = policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size)
+    return scored if (reused := policy.reuses(view)) is None else jnp.where(reused, 0, scored)
 
 
 def _keep(state, memory):
@@ -310,10 +361,11 @@ def _attend_window(window, unit, q, view, implementation):
 def _attend_selected(policy, q, k, v, view, implementation):
     unit = policy.unit(view.page_size)
     selection = policy.choose(q, view, implementation)
+    in_place = policy.in_place(selection, view)
     kv, table = (view.kv, view.page_table) if unit == view.page_size else as_tokens(view.kv, view.page_table)
     out, lse = page_attention(
         q, kv, view.starts, view.lengths, table,
-        pages=selection.pages, counts=selection.counts, implementation=implementation,
+        pages=in_place.pages, counts=in_place.counts, implementation=implementation,
     )  # fmt: skip
     if policy.adds_own:
         token = view.starts[:, None] + jnp.arange(q.shape[1])  # [B, T]
@@ -330,7 +382,7 @@ def _attend_selected(policy, q, k, v, view, implementation):
         PageReads(
             read=selection.counts.sum(axis=-1),
             live=live * k.shape[2],
-            scored=policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size) * k.shape[2],
+            scored=_scored(policy, view) * k.shape[2],
             whole=(selection.counts == live[:, None]).all(axis=-1),
         ),
         selection,

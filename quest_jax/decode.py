@@ -21,6 +21,7 @@ from quest_jax.attention import (
     decode_attention,
     extend,
     init_attention,
+    init_carry,
     init_reads,
     prefill_attention,
 )
@@ -372,7 +373,7 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             "policy; prefill with it (policy=)."
         )
     cache = cache if policy.remembers else cache.replace(memory=None)
-    return state.replace(attention=attention.replace(policy=policy, cache=cache))
+    return state.replace(attention=attention.replace(policy=policy, cache=cache, carry=init_carry(policy, cache)))
 
 
 def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
@@ -431,8 +432,12 @@ def _run(params, state, tokens, n_new, attend, rope_lengths):
     attention = extend(state.attention, n_new)
     positions = attention.starts[:, None] + jnp.arange(tokens.shape[1])
     rope_lengths = attention.cache.lengths if rope_lengths is None else rope_lengths
+    # For this run only: the state keeps the policies that it was given.
+    given = dict(policy=attention.policy, prefill_policy=attention.prefill_policy)
+    fitted = attention.replace(**{name: policy.fitted(config) for name, policy in given.items()})
     run = functools.partial(llama.apply, params.weights, params.config)
-    return run(tokens, positions, attend, attention, rope_lengths=rope_lengths)
+    hidden, attention = run(tokens, positions, attend, fitted, rope_lengths=rope_lengths)
+    return hidden, attention.replace(**given)
 
 
 def _with_logits(params, state, attention, hidden, fresh):

@@ -40,7 +40,7 @@ class Plan:
       metadata_kind: how the metadata is kept.
       weights: all of them.
       kv: keys and values.
-      metadata: minimum and maximum of every page.
+      metadata: minimum and maximum of every page, and what the decoding policy keeps besides.
       norms: inverse key norms, where a policy reads them; dropped after the prompt where only that did.
       logits: of the next token, float32 ``[B, V]``.
       prefill: temporaries of a chunk, see :mod:`quest_jax.temporaries`; memory that decoding uses again.
@@ -299,9 +299,11 @@ def _sized(
             metadata=metadata,
             n_heads=config.n_heads,
         )
-        dense.update({name: [one.is_dense(i, state.view(i)) for i in layers] for name, one in policies.items()})
+        for name, one in policies.items():
+            roles = [one.fitted(config).at(i, len(layers)) for i in layers]
+            dense[name] = [role.is_dense(i, state.view(i)) for i, role in enumerate(roles)]
         made = state.cache
-        return jax.tree.leaves(made), made.kv, made.norms, made.lengths
+        return jax.tree.leaves((made, state.carry)), made.kv, made.norms, made.lengths
 
     every, kv, norms, lengths = (_nbytes(part) for part in jax.eval_shape(cache))
     itemsize = jnp.dtype(dtype).itemsize

@@ -3,8 +3,11 @@
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from quest_jax.models.config import LlamaConfig
 from quest_jax.pallas_kernels.metadata import BlockMetadata, Kind, Metadata, bounds_of, metadata_nbytes
 from quest_jax.pallas_kernels.pages import KV, pool_shape
 
@@ -21,6 +24,7 @@ class LayerView(NamedTuple):
       page_table: logical to pool page; None is the identity.
       blocks: the same as ``meta`` of each block of pages, or None where no policy of the state asked for it.
       memory: what the decoding policy keeps of this layer besides, see :meth:`Policy.new_memory`; None: nothing.
+      carry: what the decoding policy was handed, see :meth:`Policy.new_carry`; None: nothing.
     """
 
     kv: KV
@@ -31,6 +35,7 @@ class LayerView(NamedTuple):
     page_table: Int[Array, "B P"] | None
     blocks: BlockMetadata | None = None
     memory: Any = None
+    carry: Any = None
 
     @property
     def page_size(self) -> int:
@@ -98,6 +103,8 @@ class Policy:
       copies_keys: True in a class that computes with a copy of a row's keys, for which the plan then has room.
       watches: True in a class whose :meth:`observe` computes with the weights of all queries, likewise.
       grows: True in a class whose lists grow past ``budget`` with what is decoded, likewise.
+      carries_by_layer: True in a class whose carry stays in a layer, from step to step; else one goes from layer to
+        layer, see :meth:`new_carry`.
     """
 
     prefills: ClassVar[bool] = False
@@ -105,6 +112,7 @@ class Policy:
     copies_keys: ClassVar[bool] = False
     watches: ClassVar[bool] = False
     grows: ClassVar[bool] = False
+    carries_by_layer: ClassVar[bool] = False
 
     @property
     def needs_norms(self) -> bool:
@@ -121,6 +129,25 @@ class Policy:
         """Whether a query attends to its own token even where that is not selected."""
         return False
 
+    @property
+    def chooses_for_others(self) -> bool:
+        """Whether later layers depend on what this one hands on: then it scores even where it reads everything."""
+        return False
+
+    def fitted(self, config: LlamaConfig) -> "Policy":
+        """The same for one model: called where policies and weights meet. Itself, unless it depends on the model.
+
+        Raises:
+          ValueError, NotImplementedError: it cannot work with this model.
+        """
+        del config
+        return self
+
+    def at(self, layer: int, layers: int) -> "Policy":
+        """What acts in ``layer`` of ``layers``: itself, unless its layers differ. Equal ones share one program."""
+        del layer, layers
+        return self
+
     def is_dense(self, layer: int, view: LayerView) -> bool:
         """Says, while tracing, by shapes alone, whether ``layer`` always reads every row whole, unscored."""
         del layer, view
@@ -128,6 +155,11 @@ class Policy:
 
     def covers(self, view: LayerView) -> Bool[Array, "B"] | None:
         """Says, while running, which rows this step reads whole, unscored; None: none, and no branch."""
+        del view
+        return None
+
+    def reuses(self, view: LayerView) -> Bool[Array, "B"] | None:
+        """Says, while running, which rows :meth:`choose` lists by the carry, unscored; None: none."""
         del view
         return None
 
@@ -196,6 +228,36 @@ class Policy:
         del q, seen, lse
         return view.memory
 
+    @property
+    def carries(self) -> bool:
+        """Whether it has a carry."""
+        return self.new_carry(1, 1, 1, 1) is not None
+
+    def new_carry(self, rows: int, kv_heads: int, pages: int, page_size: int) -> Any:
+        """What a decoding policy hands from layer to layer, or keeps in a layer from step to step.
+
+        Unlike a memory it needs nothing of the prompt: a policy that replaces another begins with a new one.
+
+        Returns a pytree of arrays ``[B, ...]``, or None: nothing, which is the default.
+        """
+        del rows, kv_heads, pages, page_size
+
+    def carry_on(self, q: Float[Array, "B T H D"], view: LayerView, selection: Selection | None) -> Any:
+        """The carry after ``q`` attended; unchanged by default. Rows without a token keep theirs.
+
+        Args:
+          q: as for :meth:`choose`.
+          view: the layer's cache, and the carry as this layer was handed it.
+          selection: what was chosen; None: all was read.
+        """
+        del q, selection
+        return view.carry
+
+    def in_place(self, selection: Selection, view: LayerView) -> Selection:
+        """Of what is chosen, what ordinary attention reads: all, unless :meth:`beside` brings the rest."""
+        del view
+        return selection
+
     def beside(
         self, q: Float[Array, "B T H D"], view: LayerView, selection: Selection, lse: Float[Array, "B T H"]
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]] | None:
@@ -257,6 +319,11 @@ class Dense(Policy):
         """Always."""
         del layer, view
         return True
+
+
+def by_row(rows: Bool[Array, "B"], one: Any, other: Any) -> Any:
+    """Of two trees of arrays ``[B, ...]``, ``one`` in the rows where ``rows``, ``other`` in the others."""
+    return jax.tree.map(lambda x, y: jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), x, y), one, other)
 
 
 def checked(policy: Policy | None, page_size: int, prefills: bool = False) -> Policy:
