@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from rich.table import Table
 
 from quest_jax import Dense, Params, Policy, attend, extend, init_attention
-from quest_jax.attention import AttentionState, init_reads
+from quest_jax.attention import AttentionState, init_carry, init_reads
 from quest_jax.evals.capture import capture, listed
 from quest_jax.evals.contexts import groups
 from quest_jax.evals.mass import FIRST_LAYER
@@ -58,7 +58,8 @@ def run(
     """Decodes the last tokens of a text with every policy, layer by layer: no layer suffers from what another lost.
 
     What comes before them is read densely, as a prompt is. A policy's ``dense_layers`` are left out: none of the layers
-    that are measured is dense.
+    that are measured is dense by them. What a layer hands on, every query to itself, is handed on here too: layers that
+    choose for others count as they are, whole, and the others by the list that they were handed.
 
     Args:
       params: of :func:`quest_jax.load`.
@@ -86,20 +87,30 @@ def run(
         policy.check(page_size)
     found = capture(params, ids, page_size)
     layers = range(min(FIRST_LAYER, params.config.n_layers - 1), params.config.n_layers)
-    everywhere = {name: _everywhere(policy) for name, policy in policies.items()}
-    results, done = {name: [] for name in policies}, 0
-    for layer in layers:
+    everywhere = {name: _everywhere(policy).fitted(params.config) for name, policy in policies.items()}
+    results, handed, done = {name: [] for name in policies}, dict.fromkeys(policies), 0
+    for layer in range(params.config.n_layers):
+        # What goes from layer to layer goes through the first ones too, which are not measured.
+        used = {
+            name: policy
+            for name, policy in everywhere.items()
+            if layer in layers or (policy.carries and not policy.carries_by_layer)
+        }
         q = found.queries[layer]
         kv = _by_position(found.state.cache.kv[layer], params.config.head_dim)
-        for names in groups(everywhere):
-            keeper = _keeper(everywhere[names[0]])
+        for names in groups(used):
+            keeper = _keeper(used[names[0]])
             state = _read(keeper, page_size, params.config.n_layers, jnp.int32(layer), q, *kv, jnp.int32(first))
             for name in names:
-                measured = _measure(everywhere[name], queries, q, *kv, state, jnp.int32(first), jnp.array([start, end]))
-                results[name].append(jax.tree.map(np.asarray, measured))
-                done += 1
-                if progress is not None:
-                    progress(done, len(policies) * len(layers))
+                role = used[name].at(layer, params.config.n_layers)
+                measured, handed[name] = _measure(
+                    role, queries, q, *kv, state, jnp.int32(first), jnp.array([start, end]), handed[name]
+                )
+                if layer in layers:
+                    results[name].append(jax.tree.map(np.asarray, measured))
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(policies) * len(layers))
     return {name: _joined(values, needle is not None) for name, values in results.items()}
 
 
@@ -162,18 +173,24 @@ def _measure(
     state: AttentionState,
     first: Int[Array, ""],
     needle: Int[Array, "2"],
+    handed: Any,
 ):
-    """Of one layer: mass, recall, error, of the last query the needle's attention and share, and the bytes."""
+    """Of one layer: mass, recall, error, of the last query the needle's attention and share, and the bytes.
+
+    And what it hands to the next layer, for every query; ``handed`` is what it was handed, None in the first layer.
+    """
     _, room, heads, _ = q.shape
     kv_heads, page_size = k.shape[2], state.cache.page_size
     unit = policy.unit(page_size)
-    state = state.replace(policy=policy)
+    state = state.replace(policy=policy, carry=init_carry(policy, state.cache))
     asked = (jnp.arange(room) >= needle[0]) & (jnp.arange(room) < needle[1])
 
-    def decode(state, at):
+    def decode(state, each):
+        at, carry = each
+        state = state if carry is None else state.replace(carry=carry)
         out, after = _step(q, k, v, state, at, 1, jnp.int32(1))
         memory = None if state.cache.memory is None else _memory_of(policy, k, v, at, state, after)
-        view = after.view(0)._replace(memory=memory)
+        view = after.view(0)._replace(memory=memory, carry=state.view(0).carry)
         query = lax.dynamic_slice_in_dim(q, at, 1, axis=1)
         weights = jax.nn.softmax(logits(query, at[None, None], view)[0, :, :, 0], axis=-1).reshape(heads, -1)
         marks = jnp.ones((kv_heads, room))
@@ -192,16 +209,17 @@ def _measure(
         once = (marks.reshape(kv_heads, -1, room).max(axis=1) * live).sum() / unit  # what any head of a group lists
         found = (weights * asked).sum(axis=-1), (marks * asked).sum(axis=-1) / jnp.maximum(asked.sum(), 1)
         sums = (weights * marks).sum(axis=-1), kept, away, (exact**2).sum(axis=-1)
-        return after, (*sums, *found, (*counts, once))
+        return after, ((*sums, *found, (*counts, once)), None if policy.carries_by_layer else after.carry)
 
-    _, (mass, recall, away, size, looked, read, counts) = lax.scan(decode, state, first + jnp.arange(queries))
+    _, (found, carry) = lax.scan(decode, state, (first + jnp.arange(queries), handed))
+    mass, recall, away, size, looked, read, counts = found
     shape, itemsize = pool_shape(state.cache.kv[0]), pool_dtype(state.cache.kv[0]).itemsize
     piece = unit * 2 * shape.head_dim * itemsize
     n_read, n_scored, n_live, n_union = (count.sum() for count in counts)
     choosing = n_scored * policy.scored_nbytes(shape.head_dim, itemsize, state.cache.metadata)
     nbytes = tuple(count * piece for count in (n_read, n_union, n_live))
     error = jnp.sqrt(away.sum(axis=0) / size.sum(axis=0))
-    return mass.mean(axis=0), recall.mean(axis=0), error, looked[-1], read[-1], choosing, *nbytes
+    return (mass.mean(axis=0), recall.mean(axis=0), error, looked[-1], read[-1], choosing, *nbytes), carry
 
 
 def _only(layer: Int[Array, ""], state: AttentionState) -> AttentionState:

@@ -1,7 +1,7 @@
 """Methods that choose in a few layers: the layers after one of those read what it chose."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +74,7 @@ class CarriedPolicy(ListPolicy):
             )
         return self.selecting
 
-    def fitted(self, config: LlamaConfig) -> Self:
+    def fitted(self, config: LlamaConfig) -> "CarriedPolicy":
         """With layers that see everything.
 
         Raises:
@@ -92,7 +92,7 @@ class CarriedPolicy(ListPolicy):
         later = [next((layer for layer in full if layer >= one), None) for one in wanted]
         return dataclasses.replace(self, selecting=tuple(dict.fromkeys(one for one in later if one is not None)))
 
-    def at(self, layer: int, layers: int) -> Self:
+    def at(self, layer: int, layers: int) -> "CarriedPolicy":
         """By its role in ``layer``; a list that no layer would read is not made."""
         if self.role != "by_layer":
             return self

@@ -29,11 +29,12 @@ class SinkWindow(ListPolicy):
 
     def __post_init__(self):
         super().__post_init__()
+        name = type(self).__name__
         if isinstance(self.sink, bool) or not isinstance(self.sink, int | np.integer):
-            raise TypeError(f"SinkWindow: expected sink to be an integer, got {self.sink!r}.")
+            raise TypeError(f"{name}: expected sink to be an integer, got {self.sink!r}.")
         if not 0 <= self.sink < self.budget:
             raise ValueError(
-                f"SinkWindow: expected a budget above the sink of {self.sink} tokens, and a sink of at least 0, got a "
+                f"{name}: expected a budget above the sink of {self.sink} tokens, and a sink of at least 0, got a "
                 f"budget of {self.budget}; raise it, or pass a smaller sink=."
             )
 

@@ -11,20 +11,31 @@ import pytest
 
 import quest_jax
 from quest_jax import cli
+from quest_jax.models.config import LlamaConfig
 from quest_jax.policies import registry
 from quest_jax.policies.method import Method
 from tests.imports import ROOT
 
+# What methods are fitted to that depend on the model.
+CONFIG = LlamaConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=32, n_layers=32, n_heads=2, n_kv_heads=2, head_dim=16,
+    max_positions=4096,
+)  # fmt: skip
 PAGE, KV_HEADS, WIDTH, CAPACITY, CHUNK, BUDGET = 8, 2, 16, 256, 24, 48
 LENGTHS = (0, PAGE - 1, PAGE, PAGE + 1, BUDGET, BUDGET + 1, 200, CAPACITY)
 CASES = [(name, phase) for name, method in registry.methods().items() for phase in method.phases]
 
 
 def policy_of(name, budget):
-    """Without dense layers: there is one layer here."""
+    """Without dense layers: there are no more layers here than it takes."""
     policy = registry.find(name).make(budget)
     fields = {field.name for field in dataclasses.fields(policy)}
-    return dataclasses.replace(policy, **{name: 0 for name in ("dense_layers",) if name in fields})
+    return dataclasses.replace(policy, **{name: 0 for name in ("dense_layers",) if name in fields}).fitted(CONFIG)
+
+
+def layers_of(policy):
+    """One, or where layers differ as many as it takes to one that reads what another has chosen."""
+    return 1 if policy.at(0, 4) == policy.at(3, 4) else 4
 
 
 @functools.cache
@@ -42,31 +53,41 @@ def new_tokens(lengths, phase):
     return np.minimum(lengths, CHUNK if phase == "prefill" else 1)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def fill(keeper, q, k, v, lengths):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def fill(keeper, layers, q, k, v, lengths):
     """The state of a dense prompt, in a cache whose memory held NaN, with what ``keeper`` keeps beside it."""
     state = quest_jax.init_attention(
-        1, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=keeper, n_heads=q.shape[2]
+        layers, KV_HEADS, WIDTH, batch=len(q), capacity=CAPACITY, page_size=PAGE, policy=keeper, n_heads=q.shape[2]
     )  # fmt: skip
     poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (state.cache.kv, state.cache.meta))
     state = state.replace(cache=state.cache.replace(kv=poisoned[0], meta=poisoned[1]))
-    return quest_jax.attend(0, q, k, v, quest_jax.extend(state, lengths))[1]
+    return through_layers(q, k, v, quest_jax.extend(state, lengths))[1]
+
+
+def through_layers(q, k, v, state):
+    """Every layer the same tokens; the output of the last."""
+    out = None
+    for layer in range(len(state.cache.kv)):
+        out, state = quest_jax.attend(layer, q, k, v, state)
+    return out, state
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def step(policy, phase, state, q, k, v, new):
     """Brings the last ``new`` tokens by the policy; returns the output, the state, and what the policy lists."""
     by = dict(policy=policy) if phase == "decode" else dict(prefill_policy=policy)
-    out, state = quest_jax.attend(0, q, k, v, quest_jax.extend(state.replace(**by), new))
-    view = state.view(0)
-    return out, state, None if policy.is_dense(0, view) else policy.choose(q, view, None), policy.covers(view)
+    out, state = through_layers(q, k, v, quest_jax.extend(state.replace(**by), new))
+    last = len(state.cache.kv) - 1
+    role, view = policy.at(last, last + 1), state.view(last)
+    return out, state, None if role.is_dense(last, view) else role.choose(q, view, None), role.covers(view)
 
 
 def run_by(policy, phase, group, lengths, rows=slice(None)):
     q, k, v = (x[rows] for x in draw(group))
     lengths = np.asarray(lengths)
     new = new_tokens(lengths, phase)
-    state = fill(policy if policy.keeps_more else quest_jax.Dense(), q, k, v, jnp.asarray(lengths - new))
+    keeper = policy if policy.keeps_more or policy.carries else quest_jax.Dense()
+    state = fill(keeper, layers_of(policy), q, k, v, jnp.asarray(lengths - new))
     width = CHUNK if phase == "prefill" else 1
     at = np.minimum((lengths - new)[:, None] + np.arange(width), CAPACITY - 1)[..., None, None]
     return step(policy, phase, state, *(np.take_along_axis(x, at, axis=1) for x in (q, k, v)), jnp.asarray(new))
@@ -102,6 +123,7 @@ def test_a_step_attends_to_what_the_method_lists(name, phase, group):
     assert step._cache_size() == compiled + 1, "one program, whatever the lengths"
     for row in (3, 6) if group == 3 else ():
         np.testing.assert_allclose(run(name, phase, group, BUDGET, slice(row, row + 1))[0][0], out[row], atol=2e-6)
+    assert (selection is None) == (name == "full"), "the last layer is one that lists what it reads"
     if selection is None:
         return
     plain = type(policy).beside is quest_jax.Policy.beside  # others attend to more than what they list
