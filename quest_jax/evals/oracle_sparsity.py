@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rich.table import Table
 
 from quest_jax import DecodeState, LayerView, Params, decode_step, plan, prefill
+from quest_jax.policies.base import Sizes
 from quest_jax.policies.oracle import Oracle
 
 Measure = Literal["perplexity", "nll"]
@@ -46,10 +47,10 @@ class NumberedOracle(Oracle):
         """The number, or all there are."""
         return jnp.minimum(view.memory, view.lengths)[:, None]
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Int[Array, "B"]:
+    def new_memory(self, layer: int, sizes: Sizes) -> Int[Array, "B"]:
         """``[B]``, more than any row has tokens."""
-        del kv_heads, head_dim, pages, page_size
-        return jnp.full(rows, _EVERYTHING, jnp.int32)
+        del layer
+        return jnp.full(sizes.rows, _EVERYTHING, jnp.int32)
 
 
 class Sparsity(NamedTuple):

@@ -33,13 +33,6 @@ def logits_of_row(
     return jnp.where((place < length) & (place <= at[:, None]), scores, -jnp.inf)
 
 
-def token_mass(q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B K L"]:
-    """What every token gets of the attention of a row's last token, summed over the heads of a group."""
-    at = (view.lengths - 1)[:, None]
-    mass = jax.nn.softmax(logits(q[:, None], at, view), axis=-1)[:, :, :, 0].sum(axis=2)
-    return jnp.where((jnp.arange(view.capacity) < view.lengths[:, None])[:, None], mass, 0)
-
-
 def keys_of(view: LayerView, row: Int[Array, ""]) -> Float[Array, "K L D"]:
     """A copy of one row's keys, by position; what lies past its length may be anything."""
     shape = pool_shape(view.kv)
@@ -59,7 +52,7 @@ def mass(q: Float[Array, "B T H D"], view: LayerView) -> Float[Array, "B K L"]:
 
     def one(args):
         row, q, at, length = args
-        weights = jax.nn.softmax(_logits_of_row(view, row, q, at, length), axis=-1)
+        weights = jax.nn.softmax(logits_of_row(view, row, q, at, length), axis=-1)
         return jnp.where((at < length)[:, None], weights, 0).sum(axis=(1, 2))
 
     return lax.map(one, (jnp.arange(len(q)), q, at, view.lengths))

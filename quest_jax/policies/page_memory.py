@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.pages import gather_pages, physical_pages, pool_shape
-from quest_jax.policies.base import LayerView
+from quest_jax.policies.base import LayerView, Sizes
 from quest_jax.policies.quest import Quest, Ranking
 
 Pages = Float[Array, "B K n S D"]
@@ -71,10 +71,10 @@ class Summarized(Quest):
         del itemsize, metadata
         return 4 * self.width(head_dim)
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+    def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """An entry a page, float32 ``[B, K, P, width]``."""
-        del page_size
-        return jnp.zeros((rows, kv_heads, pages, self.width(head_dim)), jnp.float32)
+        del layer
+        return jnp.zeros((sizes.rows, sizes.kv_heads, sizes.pages, self.width(sizes.head_dim)), jnp.float32)
 
     def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
         """Makes the entries of the pages that were written to."""

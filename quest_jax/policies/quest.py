@@ -45,8 +45,9 @@ class Quest(PagePolicy):
         true maximum and no bound; None is ``shrunk_box`` for ``quest``, ``box`` for the two of the paper.
       beta: size of the shrunk box.
       reduce: how a group of query heads that shares a KV head agrees on one list: ``mean`` or ``max`` of the bounds,
-        ``sum_softmax`` or ``max_softmax`` (of the heads' softmax over pages), ``round_robin`` (best page of every head, then the
-        second of every head, ...), or ``per_head``: every query head reads a list of its own, G times the bytes.
+        ``sum_softmax`` or ``max_softmax`` (of the heads' softmax over pages), ``round_robin`` (best page of every
+        head, then the second of every head, ...), or ``per_head``: every query head reads a list of its own, G times
+        the bytes.
       dense_layers: the first layers attend to everything; they need far more pages than the rest.
       sink_pages: pages at the start that are always read (``quest`` only).
       dense_below: rows shorter than this many tokens are read whole; ``"auto"``: where the device's

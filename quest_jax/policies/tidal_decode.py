@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from quest_jax.policies.base import LayerView
 from quest_jax.policies.carried import CarriedPolicy
-from quest_jax.policies.exact import token_mass
+from quest_jax.policies.exact import mass
 from quest_jax.policies.method import Method
 
 
@@ -25,7 +25,7 @@ class TidalDecode(CarriedPolicy):
 
     def score(self, q: Float[Array, "B H D"], view: LayerView) -> Float[Array, "B K L"]:
         """The mass of every token."""
-        return token_mass(q, view)
+        return mass(q[:, None], view)
 
 
 METHODS = (
