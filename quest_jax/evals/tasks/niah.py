@@ -67,8 +67,8 @@ class Needles:
             if one
             else f"\nWhat are all the special magic numbers {asked}? The special magic numbers {asked} are"
         )
-        context = f"{head}\n{(' ' if self.haystack == 'prose' else chr(10)).join(lines)}"
-        return Sample(context, question, tuple(numbers), "all_of", N_NEW, places[0] / size if one else None)
+        text = (" " if self.haystack == "prose" else "\n").join(lines)
+        return Sample(f"{head}\n{text}", question, tuple(numbers), "all_of", N_NEW, places[0] / size if one else None)
 
     def _lines(self, draw: random.Random, size: int, taken: set[str]) -> list[str]:
         if self.haystack == "noise":
