@@ -71,7 +71,7 @@ class LessIsMore(CarriedPolicy):
 
 METHODS = (
     Method(
-        "less_is_more", LessIsMore, ("decode",), "B / L; 1 in the first 3 layers and one more, 3 / 2 where it chooses",
+        "less_is_more", LessIsMore, ("decode",), "B / L, but 3 / 2 in the two layers that choose",
         "[LessIsMore](https://arxiv.org/abs/2508.07101): heads choose in turn, one list for the layers after",
     ),
 )  # fmt: skip

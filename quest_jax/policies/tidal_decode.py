@@ -30,7 +30,7 @@ class TidalDecode(CarriedPolicy):
 
 METHODS = (
     Method(
-        "tidal_decode", TidalDecode, ("decode",), "B / L; 1 in the first 3 layers and one more, 3 / 2 where it chooses",
+        "tidal_decode", TidalDecode, ("decode",), "B / L, but 3 / 2 in the two layers that choose",
         "[TidalDecode](https://arxiv.org/abs/2410.05076): two layers choose, the layers after them read the same",
     ),
 )  # fmt: skip
