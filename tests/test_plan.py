@@ -16,6 +16,7 @@ from quest_jax.generate import _decode_block_jit
 from quest_jax.models.config import Experts
 from quest_jax.models.llama import abstract_weights
 from quest_jax.policies.h2o import H2O
+from quest_jax.policies.less_is_more import LessIsMore
 from quest_jax.policies.oracle import Oracle, OracleChunk
 from quest_jax.policies.sample_attention import SampleAttention
 from quest_jax.policies.sparq import SparQ
@@ -119,6 +120,7 @@ def measured(config, batch, capacity, dtype, policy, prefill_policy, chunk, kind
     (SMOL, 1, 8192, "float32", Oracle(512, dense_layers=0), SampleAttention(512)),
     (SMOL, 2, 8192, "float32", H2O(512, dense_layers=0), Dense()),
     (SMOL, 1, 8192, "float32", SparQ(512, dense_layers=0), OracleChunk(512)),
+    (DEEP, 3, 8192, "float32", LessIsMore(2048), Dense()),
     (SMOL, 1, 32768, "float32", Quest(8192), QuoKA(8192, granularity="token")),
     (SMOL, 1, 32768, "bfloat16", TOKENS, TOKENS),
     (SMOL, 2, 32768, "bfloat16", TOKENS, TOKENS),
