@@ -22,6 +22,7 @@ from quest_jax.models.quant import QuantArray
 from quest_jax.params import Params, random_params
 from quest_jax.plan import Plan, plan
 from quest_jax.policies.base import Dense, LayerView, PagePolicy, Policy, Selection
+from quest_jax.policies.diagnosed import Diagnosed
 from quest_jax.policies.quest import Quest
 from quest_jax.policies.quoka import QuoKA
 from quest_jax.policies.registry import methods
@@ -40,6 +41,7 @@ __all__ = [
     "DecodeState",
     "DecodeStats",
     "Dense",
+    "Diagnosed",
     "Detokenizer",
     "Generation",
     "Greedy",

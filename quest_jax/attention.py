@@ -23,7 +23,7 @@ from quest_jax.pallas_kernels.append.op import append
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
-from quest_jax.policies.base import Dense, LayerView, Policy, Sizes, by_row, checked
+from quest_jax.policies.base import Dense, LayerView, Missed, Policy, Sizes, by_row, checked
 
 
 class PageReads(struct.PyTreeNode):
@@ -35,6 +35,8 @@ class PageReads(struct.PyTreeNode):
         window, the pages of that.
       scored: int32, pages (by min and max) or keys that were scored, summed over the KV heads; 0 without selection.
       whole: bool, no page was left out.
+      missed: bounds of what was lost, where the policy for decoding ``diagnoses``; NaN in a chunk of a prompt that was
+        not read whole. None where it does not.
 
     Where the policy lists tokens, ``read`` and ``live`` count these: :meth:`~quest_jax.policies.base.Policy.unit`.
     """
@@ -43,6 +45,7 @@ class PageReads(struct.PyTreeNode):
     live: Int[Array, "*steps B"]
     scored: Int[Array, "*steps B"]
     whole: Bool[Array, "*steps B"]
+    missed: Missed | None = None
 
 
 class AttentionState(struct.PyTreeNode):
@@ -135,7 +138,7 @@ def init_attention(
         cache=cache.replace(memory=memory),
         # Not the lengths again: one buffer under two names could not be donated.
         starts=jnp.zeros(batch, jnp.int32),
-        reads=init_reads(n_layers, batch),
+        reads=init_reads(n_layers, batch, diagnosed=policy.diagnoses),
         policy=policy,
         prefill_policy=prefill_policy,
         implementation=implementation,
@@ -151,11 +154,17 @@ def init_carry(policy: Policy, cache: Cache) -> tuple[Any, ...] | None:
     return tuple(policy.new_carry(*sizes) for _ in range(len(cache.kv) if policy.carries_by_layer else 1))
 
 
-def init_reads(*shape: int) -> PageReads:
-    """Makes counts of nothing read, e.g. of shape ``(layers, batch)``."""
-    # Four arrays, not one under four names: that could not be donated.
+def init_reads(*shape: int, diagnosed: bool = False) -> PageReads:
+    """Makes counts of nothing read, e.g. of shape ``(layers, batch)``; ``diagnosed`` ones have bounds."""
+    # An array each, not one under many names: that could not be donated.
     counts = [jnp.zeros(shape, jnp.int32) for _ in range(3)]
-    return PageReads(*counts, whole=jnp.zeros(shape, bool))
+    missed = Missed(jnp.zeros(shape), jnp.zeros(shape)) if diagnosed else None
+    return PageReads(*counts, whole=jnp.zeros(shape, bool), missed=missed)
+
+
+def room_for(steps: int, reads: PageReads) -> PageReads:
+    """Makes counts of nothing read in ``steps`` steps, each like ``reads``."""
+    return jax.tree.map(lambda one: jnp.zeros((steps, *one.shape), one.dtype), reads)
 
 
 def extend(state: AttentionState, n_new: Int[Array, "B"]) -> AttentionState:
@@ -279,8 +288,9 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
         attended = page_attention(
             q, view.kv, view.starts, lengths, view.page_table, implementation=state.implementation
         )
-        scored = _scored(policy, view) * k.shape[2] if policy.chooses_for_others else jnp.zeros_like(live)
-        return attended, PageReads(live, live, scored, jnp.ones_like(live, bool))
+        nothing = init_reads(len(live), diagnosed=policy.diagnoses)
+        scored = _scored(policy, view) * k.shape[2] if policy.chooses_for_others else nothing.scored
+        return attended, nothing.replace(read=live, live=live, scored=scored, whole=jnp.ones_like(live, bool))
 
     def selected():
         return _attend_selected(policy, q, k, v, view, state.implementation)
@@ -296,7 +306,8 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
         carry = policy.carry_on(q, view, selection)
     else:
         # Each row by its own length: what is read for it does not depend on the rows beside it.
-        nothing = (jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)), init_reads(len(view.lengths))
+        none_read = init_reads(len(view.lengths), diagnosed=policy.diagnoses)
+        nothing = (jnp.zeros_like(q), jnp.zeros(q.shape[:3], jnp.float32)), none_read
         every = lax.cond(covered.any(), lambda: whole(jnp.where(covered, view.lengths, 0)), lambda: nothing)
 
         def some():
@@ -367,6 +378,7 @@ def _attend_selected(policy, q, k, v, view, implementation):
         q, kv, view.starts, view.lengths, table,
         pages=in_place.pages, counts=in_place.counts, implementation=implementation,
     )  # fmt: skip
+    missed = policy.diagnose(q, view, selection, lse) if policy.diagnoses else None
     if policy.adds_own:
         token = view.starts[:, None] + jnp.arange(q.shape[1])  # [B, T]
         listed = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
@@ -384,6 +396,7 @@ def _attend_selected(policy, q, k, v, view, implementation):
             live=live * k.shape[2],
             scored=_scored(policy, view) * k.shape[2],
             whole=(selection.counts == live[:, None]).all(axis=-1),
+            missed=missed,
         ),
         selection,
     )
@@ -428,5 +441,8 @@ def _append(q, k, v, state):
 
 def _record(state, counts):
     active = state.cache.lengths > state.starts
+    if state.policy.diagnoses and counts.missed is None:
+        unknown = jnp.where(counts.whole, 0.0, jnp.nan)
+        counts = counts.replace(missed=Missed(unknown, unknown))
     counts = jax.tree.map(lambda count: jnp.where(active, count, jnp.zeros_like(count)), counts)
     return state.replace(reads=jax.tree.map(lambda row: row[None], counts))

@@ -24,6 +24,7 @@ from quest_jax.attention import (
     init_carry,
     init_reads,
     prefill_attention,
+    room_for,
 )
 from quest_jax.inputs import (
     as_batch,
@@ -219,7 +220,7 @@ def read_prompts(
             state = prefill_chunk(params, state, piece, i * chunk, lengths)
             return state, jax.tree.map(lambda every, now: every.at[i].set(now), reads, state.attention.reads)
 
-        reads = init_reads(padded.shape[1] // chunk, config.n_layers, len(tokens))
+        reads = room_for(padded.shape[1] // chunk, state.attention.reads)
         state, reads = lax.fori_loop(0, -(-lengths.max() // chunk), read, (state, reads))
         return _without_norms(state), reads
     padded, chunks = np.pad(tokens, padding), []  # on the host: there no shape is compiled for
@@ -373,7 +374,11 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             "policy; prefill with it (policy=)."
         )
     cache = cache if policy.remembers else cache.replace(memory=None)
-    return state.replace(attention=attention.replace(policy=policy, cache=cache, carry=init_carry(policy, cache)))
+    reads = attention.reads
+    if policy.diagnoses != (reads.missed is not None):
+        reads = init_reads(*reads.read.shape, diagnosed=policy.diagnoses)
+    carry = init_carry(policy, cache)
+    return state.replace(attention=attention.replace(policy=policy, cache=cache, carry=carry, reads=reads))
 
 
 def row_keys(seed: Any, batch: int) -> Key[Array, "B"]:

@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Int
 
-from quest_jax.attention import PageReads, init_reads
+from quest_jax.attention import PageReads, room_for
 from quest_jax.decode import DecodeState, decode_step, prefill, read_prompts
 from quest_jax.inputs import as_batch, as_params, as_size, inside_jit, is_traced
 from quest_jax.params import Params
@@ -187,7 +187,6 @@ def _decode_block(params: Params, state: DecodeState, limit: Any, block: int):
     Returns:
       the state, int32 tokens ``[B, block]``, and what each step read, ``[block, layers, B]``.
     """
-    layers, rows = state.attention.reads.read.shape
 
     def more(carry):
         i, state, _, _ = carry
@@ -199,8 +198,8 @@ def _decode_block(params: Params, state: DecodeState, limit: Any, block: int):
         reads = jax.tree.map(lambda all_steps, now: all_steps.at[i].set(now), reads, state.attention.reads)
         return i + 1, state, tokens.at[:, i].set(token), reads
 
-    tokens = jnp.full((rows, block), NO_TOKEN, jnp.int32)
-    carry = (jnp.int32(0), state, tokens, init_reads(block, layers, rows))
+    tokens = jnp.full((len(state.done), block), NO_TOKEN, jnp.int32)
+    carry = (jnp.int32(0), state, tokens, room_for(block, state.attention.reads))
     _, state, tokens, reads = lax.while_loop(more, step, carry)
     return state, tokens, reads
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from quest_jax.attention import PageReads
 from quest_jax.cache import Cache
 from quest_jax.decode import DecodeState
 from quest_jax.pallas_kernels.pages import pool_dtype, pool_shape
-from quest_jax.policies.base import Policy
+from quest_jax.policies.base import Missed, Policy
 
 
 class ReadStats(struct.PyTreeNode):
@@ -34,6 +34,35 @@ class ReadStats(struct.PyTreeNode):
     def sparse(self):
         """bool ``[steps, layers, B]``: a page was left out (true only for rows that ran)."""
         return ~self.reads.whole & (self.reads.live > 0)
+
+    @property
+    def missed_mass_bound(self) -> Float[Array, "steps layers B"]:
+        """An upper bound of the share of the attention that was not read, of the head that may have lost most.
+
+        It holds, and it is loose: near 1 in practice, where the truth is a few percent. Of what was read whole, and of
+        a row that had ended, 0.
+
+        Raises:
+          ValueError: the policy was not :class:`quest_jax.Diagnosed`.
+        """
+        return self._missed().mass
+
+    @property
+    def output_error_bound(self) -> Float[Array, "steps layers B"]:
+        """An upper bound of the 2-norm by which a head's output differs from dense attention's; as loose.
+
+        Raises:
+          ValueError: the policy was not :class:`quest_jax.Diagnosed`.
+        """
+        return self._missed().output
+
+    def _missed(self) -> Missed:
+        if self.reads.missed is None:
+            raise ValueError(
+                "stats: expected decode steps of a policy that bounds what it misses, got others; decode with "
+                "policy=quest_jax.Diagnosed(budget)."
+            )
+        return self.reads.missed
 
     def bytes_read(self) -> np.ndarray:
         """int64 ``[steps, layers, B]``: keys, values and metadata. On the host, not inside ``jit``."""
@@ -75,6 +104,7 @@ def make_stats(state: DecodeState, reads: PageReads, prefill: PageReads | None =
     stats = DecodeStats(reads, *_sizes(policies.policy, cache))
     if prefill is None:
         return stats
+    prefill = prefill.replace(missed=None)  # no policy for prompts diagnoses
     return stats.replace(prefill=ReadStats(prefill, *_sizes(policies.prefill_policy, cache)))
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from quest_jax import DecodeState, DecodeStats, Greedy, Params, decode_step
-from quest_jax.attention import init_reads
+from quest_jax.attention import room_for
 from quest_jax.inputs import as_batch, as_size
 from quest_jax.stats import make_stats
 
@@ -154,8 +154,7 @@ def _run(params, state, given, lengths, steps, reference, keep: bool = False):
 
     Returns the state, the tokens, the reads, and of every step the logits (``keep``) or, with a reference, measures.
     """
-    layers, rows = state.attention.reads.read.shape
-    width, vocab = given.shape[1], state.logits.shape[1]
+    width, (rows, vocab) = given.shape[1], state.logits.shape
 
     def step(t, carry):
         state, tokens, reads, kept = carry
@@ -173,7 +172,7 @@ def _run(params, state, given, lengths, steps, reference, keep: bool = False):
         return state, tokens.at[:, t].set(token), reads, kept
 
     kept = jnp.zeros((width, rows, vocab)) if keep else (jnp.zeros((width, rows)),) * 3
-    carry = (state, jnp.zeros_like(given), init_reads(width, layers, rows), kept)
+    carry = (state, jnp.zeros_like(given), room_for(width, state.attention.reads), kept)
     return lax.fori_loop(0, steps, step, carry)
 
 

@@ -88,6 +88,18 @@ class Selection(NamedTuple):
     counts: Int[Array, "B lists"]
 
 
+class Missed(NamedTuple):
+    """Upper bounds of what a step lost by not reading everything, of the query head that may have lost most.
+
+    Attributes:
+      mass: float32, of the share of dense attention's weight on tokens that were not read.
+      output: float32, of the 2-norm of the difference between dense attention's output and the one of what was read.
+    """
+
+    mass: Float[Array, "*steps B"]
+    output: Float[Array, "*steps B"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """Chooses what the queries of a step read. Frozen and hashable: a static argument under ``jit``.
@@ -105,6 +117,7 @@ class Policy:
       grows: True in a class whose lists grow past ``budget`` with what is decoded, likewise.
       carries_by_layer: True in a class whose carry stays in a layer, from step to step; else one goes from layer to
         layer, see :meth:`new_carry`.
+      diagnoses: True in a class that has :meth:`diagnose`, whose bounds are then kept with what is counted.
     """
 
     prefills: ClassVar[bool] = False
@@ -113,6 +126,7 @@ class Policy:
     watches: ClassVar[bool] = False
     grows: ClassVar[bool] = False
     carries_by_layer: ClassVar[bool] = False
+    diagnoses: ClassVar[bool] = False
 
     @property
     def needs_norms(self) -> bool:
@@ -266,6 +280,15 @@ class Policy:
         ``lse`` is that of what was read. The two parts are averaged by the exponentials of their lse.
         """
         del q, view, selection, lse
+
+    def diagnose(
+        self, q: Float[Array, "B 1 H D"], view: LayerView, selection: Selection, lse: Float[Array, "B 1 H"]
+    ) -> Missed:
+        """Bounds what a decode step lost that read ``selection``; ``lse`` is that of what was read.
+
+        Asked only of a class that says ``diagnoses``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} diagnoses nothing; see quest_jax.Diagnosed.")
 
     def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
         """Selects what ``q``, the queries of the tokens from ``view.starts`` on, read.

@@ -125,6 +125,14 @@ def best(
     return Selection(pages, live.sum(axis=-1, dtype=jnp.int32))
 
 
+def marked(selection: Selection, room: int) -> Bool[Array, "B lists room"]:
+    """Marks what is listed, of the ``room`` tokens or pages that a row can have."""
+    rows, lists, width = selection.pages.shape
+    live = jnp.arange(width) < selection.counts[..., None]
+    at = jnp.arange(rows)[:, None, None], jnp.arange(lists)[:, None], selection.pages
+    return jnp.zeros((rows, lists, room), bool).at[at].max(live)
+
+
 def chunk_of(n_tokens: int, view: LayerView, unit: int) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
     """The tokens, or pages, that the chunk's own ``n_tokens`` lie in, and which of them are there: for ``beside``."""
     own = (view.starts // unit)[:, None] + jnp.arange(-(-(n_tokens - 1) // unit) + 1)

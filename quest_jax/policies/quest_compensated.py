@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.policies.base import LayerView, Selection, Sizes
+from quest_jax.policies.lists import marked
 from quest_jax.policies.method import Method
 from quest_jax.policies.quest import Quest
 
@@ -54,14 +55,11 @@ class Compensated(Quest):
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]] | None:
         """The pages that are not read, each as one token."""
         del lse
-        rows, _, heads, width = q.shape
-        kv_heads, lists = view.memory.shape[1], selection.pages.shape[1]
+        heads, width = q.shape[2:]
+        kv_heads, listed = view.memory.shape[1], marked(selection, view.pages_per_row)
         page = jnp.arange(view.pages_per_row)
         count = jnp.clip(view.lengths[:, None] - page * view.page_size, 0, view.page_size)  # [B, P]
-        live = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
-        at = jnp.arange(rows)[:, None, None], jnp.arange(lists)[:, None], selection.pages
-        listed = jnp.zeros((rows, lists, len(page)), bool).at[at].max(live)
-        listed = jnp.repeat(listed, heads // lists, axis=1)  # [B, H, P]
+        listed = jnp.repeat(listed, heads // listed.shape[1], axis=1)  # [B, H, P]
         means = view.memory / jnp.maximum(count, 1)[:, None, :, None]
         keys, values = jnp.split(jnp.repeat(means, heads // kv_heads, axis=1), 2, axis=-1)
         exact = jax.lax.Precision.HIGHEST

@@ -86,7 +86,7 @@ def test_every_step_of_a_generation(name):
     out, state = run(policy, 3)
     for row in range(len(PROMPTS)):
         np.testing.assert_allclose(out[row], in_numpy(name, 3, row), atol=2e-5, err_msg=str(row))
-    # Neither the chunks of the prompt nor the rows beside it matter, to the last bit of the summaries.
+    # Neither the chunks of the prompt nor the rows beside it matter to outputs and summaries.
     for rows, chunk in ((slice(None), 1), (slice(1, 2), 7)):
         again, other = run(policy, 3, rows, chunk)
         np.testing.assert_allclose(again, out[rows], atol=2e-5)
