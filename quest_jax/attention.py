@@ -333,7 +333,7 @@ def _attend_alone(policy, dense, window, target, q, k, v, state, sinks):
 
 def _scored(policy, view):
     """int32 ``[B]``: what choosing scores per KV head."""
-    scored = policy.scored(view.starts, view.lengths, view.pages_per_row, view.page_size)
+    scored = policy.scored_in(view)
     return scored if (reused := policy.reuses(view)) is None else jnp.where(reused, 0, scored)
 
 

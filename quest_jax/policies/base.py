@@ -190,6 +190,10 @@ class Policy:
         del starts, pages
         return -(-lengths // page_size)
 
+    def scored_in(self, view: LayerView) -> Int[Array, "B"]:
+        """The same of a layer's cache, where a method that scores things of several sizes can count bytes of them."""
+        return self.scored(view.starts, view.lengths, view.pages_per_row, view.page_size)
+
     def scored_nbytes(self, head_dim: int, itemsize: int, metadata: Kind = "float32") -> int:
         """Bytes that scoring one of these reads, of keys of ``itemsize`` bytes a channel: a page's min and max."""
         del itemsize
