@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from quest_jax.pallas_kernels.metadata import Kind, metadata_kind, metadata_nbytes
 from quest_jax.pallas_kernels.pages import pool_shape
-from quest_jax.policies.base import LayerView, Policy, Selection
+from quest_jax.policies.base import LayerView, Policy, Selection, Sizes
 from quest_jax.policies.four_bits import from_4_bits, to_4_bits
 from quest_jax.policies.method import Method
 from quest_jax.policies.quest import Quest
@@ -98,10 +98,11 @@ class Twilight(Policy):
     def _pages_scored(self, page_size: int) -> int:
         return self.candidates * (self.budget // page_size)
 
-    def new_memory(self, rows: int, kv_heads: int, head_dim: int, pages: int, page_size: int) -> Any:
+    def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """Every key in 4 bits, uint8 ``[B, K, L, D / 2]``, and its step and least channel, float32 ``[B, K, L, 2]``."""
-        shape = rows, kv_heads, pages * page_size
-        return jnp.zeros((*shape, -(-head_dim // 2)), jnp.uint8), jnp.zeros((*shape, 2), jnp.float32)
+        del layer
+        shape = sizes.rows, sizes.kv_heads, sizes.pages * sizes.page_size
+        return jnp.zeros((*shape, -(-sizes.head_dim // 2)), jnp.uint8), jnp.zeros((*shape, 2), jnp.float32)
 
     def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
         """Rounds the new keys."""

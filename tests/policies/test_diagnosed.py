@@ -13,7 +13,7 @@ from quest_jax.evals.ask import ask
 from quest_jax.pallas_kernels.metadata import encode
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.policies import diagnosed
-from quest_jax.policies.base import LayerView, Policy, Selection
+from quest_jax.policies.base import LayerView, Policy, Selection, Sizes
 from quest_jax.policies.lists import marked
 from quest_jax.stats import make_stats
 from tests import models_for_tests
@@ -66,7 +66,7 @@ def make_step():
         zero = jnp.zeros_like(lengths)
         view = LayerView(pool, encode(low, high, metadata), None, zero, lengths, None)
         policy = quest_jax.Diagnosed(64)
-        memory = policy.new_memory(ROWS, KV_HEADS, WIDTH, PAGES, PAGE)
+        memory = policy.new_memory(0, Sizes(ROWS, KV_HEADS, WIDTH, PAGES, PAGE))
         new = jnp.zeros((ROWS, PAGES * PAGE, KV_HEADS, WIDTH), keys.dtype)
         view = view._replace(memory=policy.remember(new, new, view._replace(memory=memory)), starts=lengths - 1)
         _, lse = page_attention(q[:, None], pool, view.starts, lengths, None, pages=pages, counts=counts)

@@ -12,6 +12,7 @@ import quest_jax
 from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.policies.arkvale import ArkVale
 from quest_jax.policies.ball import Ball
+from quest_jax.policies.base import Sizes
 from quest_jax.policies.page_memory import Summarized
 from tests.models_for_tests import tiny
 from tests.pallas_kernels.cases import Case, queries
@@ -102,7 +103,7 @@ def test_every_step_of_a_generation(name):
 def choice(policy, q, view):
     """What ``policy`` lists, its memory made of all tokens at once."""
     rows, kv_heads = len(q), pool_shape(view.kv).kv_heads
-    memory = policy.new_memory(rows, kv_heads, q.shape[-1], view.pages_per_row, view.page_size)
+    memory = policy.new_memory(0, Sizes(rows, kv_heads, q.shape[-1], view.pages_per_row, view.page_size))
     new = jnp.zeros((rows, view.capacity, kv_heads, q.shape[-1]))
     kept = policy.remember(new, new, view._replace(memory=memory, starts=jnp.zeros_like(view.starts)))
     return policy.choose(q, view._replace(memory=kept), None)
@@ -194,6 +195,8 @@ def test_impossible_methods_are_refused(as_a_user, make, error, message):
 def test_methods_for_decoding_say_so_of_a_chunk():
     case = dataclasses.replace(CASES[0], table=False)
     for policy in (ArkVale(64), Ball(64)):
-        memory = policy.new_memory(len(case.lengths), case.kv_heads, case.head_dim, case.pages, case.page_size)
+        memory = policy.new_memory(
+            0, Sizes(len(case.lengths), case.kv_heads, case.head_dim, case.pages, case.page_size)
+        )
         with pytest.raises(ValueError, match="expected one query token per row, got 3"):
             policy.choose(queries(case, 3), view_of(case)[1]._replace(memory=memory), None)

@@ -9,6 +9,7 @@ import pytest
 
 import quest_jax
 from quest_jax.pallas_kernels.pages import pool_shape
+from quest_jax.policies.base import Sizes
 from quest_jax.policies.four_bits import from_4_bits, to_4_bits
 from quest_jax.policies.twilight import Twilight
 from tests.models_for_tests import tiny
@@ -34,7 +35,7 @@ def rounded(keys):
 @functools.partial(jax.jit, static_argnums=0)
 def choice(policy, q, view, keys):
     rows, kv_heads = len(q), pool_shape(view.kv).kv_heads
-    memory = policy.new_memory(rows, kv_heads, q.shape[-1], view.pages_per_row, view.page_size)
+    memory = policy.new_memory(0, Sizes(rows, kv_heads, q.shape[-1], view.pages_per_row, view.page_size))
     first = view._replace(memory=memory, starts=jnp.zeros_like(view.starts))
     view = view._replace(memory=policy.remember(keys, keys, first))
     return policy.choose(q, view, None), policy.scored_in(view)
@@ -140,6 +141,6 @@ def test_impossible_methods_are_refused(as_a_user, make, error, message):
 
 def test_a_method_for_decoding_says_so_of_a_chunk():
     case = Case(lengths=(20,))
-    memory = Twilight(64).new_memory(1, case.kv_heads, case.head_dim, case.pages, case.page_size)
+    memory = Twilight(64).new_memory(0, Sizes(1, case.kv_heads, case.head_dim, case.pages, case.page_size))
     with pytest.raises(ValueError, match="Quest: expected one query token per row, got 3"):
         Twilight(64).choose(queries(case, 3), view_of(case)[1]._replace(memory=memory), None)
