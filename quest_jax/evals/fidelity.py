@@ -14,7 +14,7 @@ from rich.table import Table
 
 from quest_jax import Dense, Params, Policy, attend, extend, init_attention
 from quest_jax.attention import AttentionState, init_carry, init_reads
-from quest_jax.evals.capture import capture, listed
+from quest_jax.evals.capture import Captured, capture, listed
 from quest_jax.evals.contexts import groups
 from quest_jax.evals.mass import FIRST_LAYER
 from quest_jax.pallas_kernels.pages import gather_pages, pool_dtype, pool_shape
@@ -53,6 +53,7 @@ def run(
     queries: int = 64,
     page_size: int = 16,
     needle: tuple[int, int] | None = None,
+    found: Captured | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Fidelity]:
     """Decodes the last tokens of a text with every policy, layer by layer: no layer suffers from what another lost.
@@ -68,6 +69,7 @@ def run(
       queries: how many of the last tokens.
       page_size: tokens of a page.
       needle: positions from and to, of tokens that the last query asks for.
+      found: what :func:`~quest_jax.evals.capture.capture` found of this text and page size; None: it is done here.
       progress: called with (layers done, layers in all), all policies together.
 
     Raises:
@@ -85,7 +87,7 @@ def run(
         raise ValueError(f"fidelity: expected a needle before the last {queries} tokens, within {first}, got {needle}.")
     for policy in policies.values():
         policy.check(page_size)
-    found = capture(params, ids, page_size)
+    found = capture(params, ids, page_size) if found is None else found
     layers = range(min(FIRST_LAYER, params.config.n_layers - 1), params.config.n_layers)
     everywhere = {name: _everywhere(policy).fitted(params.config) for name, policy in policies.items()}
     results, handed, done = {name: [] for name in policies}, dict.fromkeys(policies), 0

@@ -1,0 +1,231 @@
+"""The study of ``docs/study.md``: every method at every budget on one model, kept piece by piece so that it resumes.
+
+Its parts share a :class:`~quest_jax.evals.store.Store`; :mod:`quest_jax.evals.study_report` lays them out.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quest_jax import Params, Policy, Quest
+from quest_jax.evals import fidelity, retention
+from quest_jax.evals.capture import capture
+from quest_jax.evals.contexts import Context, gather
+from quest_jax.evals.needle import shipped_text, split_sentences
+from quest_jax.evals.retention import Found
+from quest_jax.evals.samples import Encoder
+from quest_jax.evals.store import Store
+from quest_jax.evals.tasks import facts
+from quest_jax.evals.tasks import registry as tasks
+from quest_jax.policies import registry
+from quest_jax.tokenizer import Tokenizer
+
+# Those that are compared where comparing all would take too long: the default, the paper's ranking, and the rows that
+# any table needs.
+FEW = ("full", "quest", "quest_box", "quest_per_head", "oracle_pages", "oracle", "sink_window", "random", "h2o")
+_TOGETHER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+      tokens: of a context.
+      contexts: texts of six facts each.
+      following: tokens of the text after a context that are predicted.
+      budgets: tokens that a method reads.
+      page_sizes: of Quest, besides 16.
+      queries: tokens at the end of a text whose attention is looked at, in ``fidelity_texts`` texts.
+      long_tokens, long_contexts: contexts near the model's longest.
+      lengths, depths: of the map of passkeys, at ``map_budget``.
+      from_start: tokens of the texts that are read from their first token on by the method.
+      seed: of the facts.
+    """
+
+    tokens: int = 4096
+    contexts: int = 6
+    following: int = 65
+    budgets: tuple[int, ...] = (256, 512, 1024, 2048)
+    page_sizes: tuple[int, ...] = (4, 8, 32)
+    queries: int = 64
+    fidelity_texts: int = 2
+    long_tokens: int = 8000
+    long_contexts: int = 3
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8000)
+    depths: int = 10
+    map_budget: int = 512
+    from_start: int = 1536
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Study:
+    """What was found, by part; the names in each are ``method budget``.
+
+    Attributes:
+      sizes: of the study.
+      attention: by page size, then name, a :class:`~quest_jax.evals.fidelity.Fidelity` for each text.
+      kept: by part, then name: ``decode``, ``prefill``, ``page 4`` and so on, ``long``, ``map``, ``from start``.
+      contexts: of each part.
+    """
+
+    sizes: Sizes
+    attention: dict[int, dict[str, list[fidelity.Fidelity]]] = dataclasses.field(default_factory=dict)
+    kept: dict[str, dict[str, Found]] = dataclasses.field(default_factory=dict)
+    contexts: dict[str, list[Context]] = dataclasses.field(default_factory=dict)
+
+
+PARTS = ("fidelity", "decode", "pages", "prefill", "long", "map", "from start")
+
+
+def run(
+    params: Params,
+    tokenizer: Tokenizer,
+    store: Store,
+    sizes: Sizes,
+    *,
+    model: str,
+    parts: Sequence[str] = PARTS,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Study:
+    """Measures what the store does not have yet.
+
+    Args:
+      params, tokenizer: of the model.
+      store: of this study.
+      sizes: how much.
+      model: its name, which tells its results from others in the store.
+      parts: of ``PARTS``, in this order.
+      progress: called with (part, done, all in it).
+
+    Raises:
+      ValueError: an unknown part, or a text that is too short for the sizes.
+    """
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"study: expected parts of {', '.join(PARTS)}, got {unknown[0]!r}.")
+    study = Study(sizes)
+    contexts = facts_contexts(tokenizer, sizes.tokens, sizes.contexts, sizes.following, sizes.seed)
+    every, few = policies("decode", sizes.budgets), policies("decode", sizes.budgets, FEW)
+    quests = {f"quest {budget}": Quest(budget) for budget in sizes.budgets}
+    about = {"model": model, "seed": sizes.seed, "task": "facts", "tokens": sizes.tokens}
+
+    def keep(part: str, contexts: Sequence[Context], found: Mapping[str, Policy], **options: Any) -> None:
+        def advance(done: int, total: int) -> None:
+            if progress is not None:
+                progress(part, done, total)
+
+        options = {"modes": retention.MODES, "settings": about} | options
+        batch = min(len(contexts), 6)
+        study.contexts[part] = [*contexts]
+        study.kept[part] = retention.run(
+            params, tokenizer, contexts, found, batch=batch, store=store, progress=advance, **options
+        )
+
+    for part in parts:
+        if part == "fidelity":
+            for size in (16, *sizes.page_sizes):
+                measured = every if size == 16 else {"full": every["full"]} | quests
+                study.attention[size] = _fidelity(
+                    params, tokenizer, store, contexts[: sizes.fidelity_texts], measured, sizes, size, about, progress
+                )
+        elif part == "decode":
+            keep("decode", contexts, every)
+        elif part == "pages":
+            for size in sizes.page_sizes:
+                keep(f"page {size}", contexts, {"full": every["full"]} | quests, page_size=size)
+        elif part == "prefill":
+            keep("prefill", contexts, policies("prefill", sizes.budgets), modes=("dense", "text"), prefills=True)
+        elif part == "long":
+            settings = about | {"tokens": sizes.long_tokens}
+            texts = facts_contexts(tokenizer, sizes.long_tokens, sizes.long_contexts, sizes.following, sizes.seed)
+            keep("long", texts, few, settings=settings)
+        elif part == "map":
+            for length in sizes.lengths:
+                asked = gather(tokenizer, tasks.find("passkey").make(tokenizer, length, sizes.depths, sizes.seed))
+                settings = about | {"task": "passkey", "tokens": length}
+                found = {"full": every["full"], f"quest {sizes.map_budget}": Quest(sizes.map_budget)}
+                keep(f"map {length}", asked, found, modes=("sparse",), settings=settings)
+        else:
+            settings = about | {"task": "text", "tokens": sizes.from_start}
+            texts = plain_texts(tokenizer, sizes.from_start, 2)
+            small = policies("decode", sizes.budgets[:2], FEW)
+            keep("from start", texts, small, modes=("text",), settings=settings)
+    return study
+
+
+def policies(phase: str, budgets: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Policy]:
+    """The policies of methods at all budgets, ``full`` first, by ``method budget``."""
+    found: dict[str, Policy] = {"full": registry.find("full").make(0)}
+    for name, method in registry.methods().items():
+        if phase in method.phases and name != "full" and (names is None or name in names):
+            found |= {f"{name} {budget}": method.make(budget) for budget in budgets}
+    return found
+
+
+def facts_contexts(tokenizer: Encoder, tokens: int, contexts: int, following: int, seed: int) -> list[Context]:
+    """Contexts with facts in prose, and what the prose goes on with after each."""
+    samples = tasks.find("facts").make(tokenizer, tokens, facts.FACTS * contexts, seed)
+    prose = " ".join(split_sentences(shipped_text()))
+    prose = f"{prose} {prose}"  # a context that reaches its end goes on at its beginning
+    found = []
+    for context in gather(tokenizer, samples):
+        last = context.asked[0].sample.context[-200:]
+        while last not in prose:  # a fact may stand in it
+            last = last[20:]
+        after = prose[prose.index(last) + len(last) :]
+        ids = tokenizer.encode(after[: 20 * following], add_special_tokens=False)
+        found.append(context._replace(following=tuple(ids[:following])))
+    return found
+
+
+def plain_texts(tokenizer: Encoder, tokens: int, count: int) -> list[Context]:
+    """Texts of which only the first token is read as a prompt is: Quest's protocol for perplexity.
+
+    Raises:
+      ValueError: the shipped text is shorter.
+    """
+    ids = tokenizer.encode(shipped_text())
+    if count * tokens > len(ids):
+        raise ValueError(f"tokens: expected at most {len(ids) // count} a text with the shipped text, got {tokens}.")
+    return [Context((ids[i * tokens],), (), tuple(ids[i * tokens + 1 : (i + 1) * tokens])) for i in range(count)]
+
+
+def _fidelity(params, tokenizer, store, contexts, policies, sizes, page_size, about, progress):
+    """By name, a Fidelity for each context: of its end and the question for its first fact."""
+    found: dict[str, list[fidelity.Fidelity]] = {name: [] for name in policies}
+    for number, context in enumerate(contexts):
+        asked = context.asked[0]
+        ids = [*context.ids, *asked.ids]
+        needle = _needle(tokenizer, asked.sample.context, asked.sample.answers[0])
+
+        def key(name: str, number: int = number) -> dict[str, Any]:
+            own = {"task": "fidelity", "method": name, "page_size": page_size, "queries": sizes.queries}
+            return about | own | {"text": number}
+
+        missing = [name for name in policies if store.get(key(name)) is None]
+        captured = capture(params, ids, page_size) if missing else None
+        for at in range(0, len(missing), _TOGETHER):
+            together = {name: policies[name] for name in missing[at : at + _TOGETHER]}
+            measured = fidelity.run(
+                params, ids, together, queries=sizes.queries, page_size=page_size, needle=needle, found=captured
+            )
+            for name, one in measured.items():
+                arrays = {field: getattr(one, field).round(5).tolist() for field in ("mass", "recall", "error")}
+                store.put(key(name), one._asdict() | arrays)
+            if progress is not None:
+                progress(f"fidelity, pages of {page_size}, text {number + 1}", at + len(together), len(missing))
+        for name in policies:
+            cell = store.get(key(name))
+            arrays = {field: np.asarray(cell[field]) for field in ("mass", "recall", "error")}
+            found[name].append(fidelity.Fidelity(**cell | arrays))
+    return found
+
+
+def _needle(tokenizer: Encoder, text: str, answer: str) -> tuple[int, int]:
+    """The tokens of a fact, from its sentence on to its answer, by position."""
+    end = text.index(answer) + len(answer)
+    start = text.rindex(". ", 0, end) + 2
+    return len(tokenizer.encode(text[:start])), len(tokenizer.encode(text[:end]))
