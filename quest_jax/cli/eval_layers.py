@@ -12,14 +12,15 @@ class Layers:
     """Measure how many tokens each layer needs, if it knew which: the experiment behind Quest's two dense layers.
 
     One layer at a time reads the tokens that get most of its attention, the others read all; the smallest budget with
-    which the perplexity of prose, decoded token by token, rises by no more than `gap`.
+    which the perplexity of prose, decoded token by token, rises by no more than `gap`. Beside it the same of the mean
+    negative log-likelihood, and of the divergence from the model's next-token distributions, which luck cannot lower.
 
     Attributes:
       model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
       tokens: length of the text, of Moby-Dick.
       decoded: of the last tokens, predicted one by one.
       budgets: tokens that the layer reads per KV head; the powers of two below the text if none.
-      gap: of the perplexity.
+      gap: of the perplexity; of the others, in nats.
       page_size: tokens in a page of the cache.
       dtype: of the weights and the cache.
       json: write every number to this file too.
@@ -60,13 +61,11 @@ class Layers:
             text = json.dumps(about | oracle_sparsity.as_json(found, self.gap), indent=1)
             self.json.write_text(text + "\n", encoding="utf-8")
         if self.plot is not None:
-            needed = {
-                "perplexity": found.needed(self.gap), "mean negative log-likelihood": found.needed(self.gap, "nll"),
-            }  # fmt: skip
+            measures = oracle_sparsity.Measure.__args__
+            curves = {f"{one} {self.gap:g}": [float(n) for n in found.needed(self.gap, one)] for one in measures}
             plots.by_layer(
-                {f"{name} within {self.gap:g}": [float(one) for one in line] for name, line in needed.items()},
-                self.plot, ylabel="tokens that the layer needs", title=oracle_sparsity.about(found), log=True,
-            )  # fmt: skip
+                curves, self.plot, ylabel="tokens that the layer needs", title=oracle_sparsity.about(found), log=True
+            )
         output = Console()
         if not output.is_terminal:
             output = Console(width=200)  # whole lines for a file or a pipe

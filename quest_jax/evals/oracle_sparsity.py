@@ -3,6 +3,9 @@
 The experiment behind the figure of Quest (arXiv 2406.10774) on the sparsity of layers: in one layer attention reads the
 tokens that get most of it, in the others everything, and the perplexity of a text may rise by at most 0.01. There every
 query head has tokens of its own; here the heads of a group share them, as all methods of this library do.
+
+On a short text the perplexity may also fall when a layer reads less, by luck. The divergence of the next-token
+distributions from those of the model cannot, so it is measured too.
 """
 
 import dataclasses
@@ -20,8 +23,8 @@ from quest_jax import DecodeState, LayerView, Params, decode_step, plan, prefill
 from quest_jax.policies.base import Sizes
 from quest_jax.policies.oracle import Oracle
 
-Measure = Literal["perplexity", "nll"]
-GAP = 0.01  # what Quest's figure allows
+Measure = Literal["perplexity", "nll", "kl"]
+GAP = 0.01  # of the perplexity: what Quest's figure allows
 _EVERYTHING = 2**30
 
 
@@ -54,11 +57,12 @@ class NumberedOracle(Oracle):
 
 
 class Sparsity(NamedTuple):
-    """Negative log-likelihoods of the text's last tokens, means in nats.
+    """How well the text's last tokens are predicted, means in nats.
 
     Attributes:
-      dense: of the model.
-      nll: ``[layers, budgets]``, with one layer that reads so many tokens per KV head.
+      dense: negative log-likelihood by the model.
+      nll: the same ``[layers, budgets]`` with one layer that reads so many tokens per KV head.
+      kl: Kullback-Leibler divergence from the model's next-token distributions, likewise.
       budgets: ascending.
       tokens: of the text.
       decoded: how many of its last tokens were predicted.
@@ -66,15 +70,16 @@ class Sparsity(NamedTuple):
 
     dense: float
     nll: Float[np.ndarray, "layers budgets"]
+    kl: Float[np.ndarray, "layers budgets"]
     budgets: tuple[int, ...]
     tokens: int
     decoded: int
 
     def gaps(self, measure: Measure = "perplexity") -> Float[np.ndarray, "layers budgets"]:
-        """What the perplexity, or the mean negative log-likelihood, is above that of the model; may be negative."""
-        if measure == "nll":
-            return self.nll - self.dense
-        return np.exp(self.nll) - np.exp(self.dense)
+        """What perplexity or negative log-likelihood are above those of the model, or the divergence from it."""
+        if measure == "kl":
+            return self.kl
+        return self.nll - self.dense if measure == "nll" else np.exp(self.nll) - np.exp(self.dense)
 
     def needed(self, gap: float = GAP, measure: Measure = "perplexity") -> list[int]:
         """The smallest budget of every layer whose gap, as that of all larger ones, is at most ``gap``.
@@ -139,15 +144,19 @@ def run(
     last = jnp.asarray(ids[len(context) :], jnp.int32)
     numbers, layers = jnp.asarray(budgets, jnp.int32), params.config.n_layers
 
-    def nll(layer):
-        return np.asarray(_predict(params, state, last, numbers, jnp.int32(layer)), np.float64).mean(axis=1)
+    def predict(layer, exact):
+        *means, first = _predict(params, state, last, numbers, jnp.int32(layer), exact)
+        return *(np.asarray(one, np.float64).mean(axis=0) for one in means), first
 
-    dense, found = nll(layers), []  # a layer that there is not: none is sparse
+    nothing = jnp.zeros((decoded, params.config.vocab_size))
+    dense, _, exact = predict(layers, nothing)  # a layer that there is not: none is sparse
+    found = []
     for layer in range(layers):
-        found.append(nll(layer))
+        found.append(predict(layer, exact)[:2])
         if progress is not None:
             progress(layer + 1, layers)
-    return Sparsity(float(dense[0]), np.stack(found), budgets, len(ids), decoded)
+    nll, kl = (np.stack(every) for every in zip(*found, strict=True))
+    return Sparsity(float(dense[0]), nll, kl, budgets, len(ids), decoded)
 
 
 def _repeated(state: DecodeState, rows: int) -> DecodeState:
@@ -168,22 +177,32 @@ def _repeated(state: DecodeState, rows: int) -> DecodeState:
 
 @jax.jit
 def _predict(
-    params: Params, state: DecodeState, tokens: Int[Array, "n"], budgets: Int[Array, "B"], layer: Int[Array, ""]
-) -> Float[Array, "B m"]:
-    """Negative log-likelihoods of all tokens but the first, where ``layer`` alone reads ``budgets`` tokens."""
+    params: Params,
+    state: DecodeState,
+    tokens: Int[Array, "n"],
+    budgets: Int[Array, "B"],
+    layer: Int[Array, ""],
+    exact: Float[Array, "m V"],
+) -> tuple[Float[Array, "m B"], Float[Array, "m B"], Float[Array, "m V"]]:
+    """Of all tokens but the first, where ``layer`` alone reads ``budgets`` tokens.
+
+    Returns:
+      negative log-likelihoods, divergences from ``exact``, which are log-probabilities, and these of the first row.
+    """
     cache = state.attention.cache
     assert cache.memory is not None  # of a NumberedOracle
     memory = tuple(jnp.where(layer == i, budgets, before) for i, before in enumerate(cache.memory))
     state = state.replace(attention=state.attention.replace(cache=cache.replace(memory=memory)))
 
     def step(state, now):
-        token, following = now
+        token, following, exact = now
         # A given token is one that is certain.
         certain = jnp.where(jnp.arange(state.logits.shape[1]) == token, 0.0, -jnp.inf)
         state, _ = decode_step(params, state.replace(logits=jnp.broadcast_to(certain, state.logits.shape)))
-        return state, -jax.nn.log_softmax(state.logits)[:, following]
+        found = jax.nn.log_softmax(state.logits)
+        return state, (-found[:, following], (jnp.exp(exact) * (exact - found)).sum(axis=-1), found[0])
 
-    return lax.scan(step, state, (tokens[:-1], tokens[1:]))[1].T
+    return lax.scan(step, state, (tokens[:-1], tokens[1:], exact))[1]
 
 
 def about(found: Sparsity) -> str:
@@ -197,12 +216,11 @@ def about(found: Sparsity) -> str:
 def table(found: Sparsity, gap: float = GAP) -> Table:
     """Lays the gaps of perplexity out, by layer and budget, and what each layer needs."""
     shown = Table(title=about(found), title_justify="left")
-    headings = ("layer", *map(str, found.budgets), f"tokens for {gap:g}", f"for NLL {gap:g}")
-    for heading in headings:
+    for heading in ("layer", *map(str, found.budgets), f"tokens for {gap:g}", f"NLL {gap:g}", f"KL {gap:g}"):
         shown.add_column(heading, justify="right")
-    needed = zip(found.gaps(), found.needed(gap), found.needed(gap, "nll"), strict=True)
-    for layer, (gaps, tokens, by_nll) in enumerate(needed):
-        shown.add_row(str(layer), *(f"{one:+.3f}" for one in gaps), str(tokens), str(by_nll))
+    needed = zip(*(found.needed(gap, measure) for measure in Measure.__args__), strict=True)
+    for layer, (gaps, tokens) in enumerate(zip(found.gaps(), needed, strict=True)):
+        shown.add_row(str(layer), *(f"{one:+.3f}" for one in gaps), *map(str, tokens))
     return shown
 
 
@@ -211,5 +229,6 @@ def as_json(found: Sparsity, gap: float = GAP) -> dict[str, Any]:
     return {
         "tokens": found.tokens, "decoded": found.decoded, "gap": gap, "budgets": list(found.budgets),
         "nll_dense": found.dense, "nll_by_layer_and_budget": found.nll.round(6).tolist(),
-        "needed": {"perplexity": found.needed(gap), "nll": found.needed(gap, "nll")},
+        "kl_by_layer_and_budget": found.kl.round(6).tolist(),
+        "needed": {measure: found.needed(gap, measure) for measure in Measure.__args__},
     }  # fmt: skip

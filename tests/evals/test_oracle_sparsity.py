@@ -17,8 +17,8 @@ IDS, DECODED = [(7 * i * i + i) % 97 for i in range(90)], 10
 BUDGETS = (4, 20, 89)
 
 
-def nll_at_once(params, sparse_layer, budget):
-    """The whole text in one pass, where the last queries of one layer see their best tokens only, in float64."""
+def predicted_at_once(params, sparse_layer, budget):
+    """Log-probabilities ``[DECODED, V]``, all in one pass; the last queries of one layer see their best tokens only."""
     config, first = params.config, len(IDS) - DECODED - 1
 
     def attend(layer, q, k, v, state):
@@ -42,7 +42,11 @@ def nll_at_once(params, sparse_layer, budget):
     tokens = jnp.asarray(IDS)[None]
     hidden, _ = llama.apply(params.weights, config, tokens, jnp.arange(len(IDS))[None], attend, None)
     logits = llama.project_logits(params.weights, config, hidden)[0]
-    return -np.asarray(jax.nn.log_softmax(logits))[np.arange(first, len(IDS) - 1), IDS[first + 1 :]].mean()
+    return np.asarray(jax.nn.log_softmax(logits), np.float64)[first:-1]
+
+
+def nll_of(found):
+    return -found[np.arange(DECODED), IDS[-DECODED:]].mean()
 
 
 def shallow():
@@ -60,32 +64,36 @@ def found():
 @pytest.mark.slow
 def test_decoding_with_one_sparse_layer_is_the_text_at_once(found):
     assert found.nll.shape == (2, len(BUDGETS)) and found.budgets == BUDGETS
-    assert found.dense == pytest.approx(nll_at_once(shallow(), None, 0), abs=1e-4)
+    dense = predicted_at_once(shallow(), None, 0)
+    assert found.dense == pytest.approx(nll_of(dense), abs=1e-4)
     for layer in range(2):
         for i, budget in enumerate(BUDGETS[:2]):
-            assert found.nll[layer, i] == pytest.approx(nll_at_once(shallow(), layer, budget), abs=1e-4), (
-                layer,
-                budget,
-            )
+            want = predicted_at_once(shallow(), layer, budget)
+            assert found.nll[layer, i] == pytest.approx(nll_of(want), abs=1e-4), (layer, budget)
+            kl = (np.exp(dense) * (dense - want)).sum(axis=1).mean()
+            assert found.kl[layer, i] == pytest.approx(kl, abs=1e-4) and kl > 1e-3
 
 
 @pytest.mark.slow
 def test_a_budget_that_holds_the_text_changes_nothing_and_a_small_one_does(found):
     np.testing.assert_array_equal(found.nll[:, -1], found.dense)
     np.testing.assert_array_equal(found.gaps()[:, -1], 0)
+    np.testing.assert_array_equal(found.gaps("kl")[:, -1], 0)
     assert (abs(found.gaps("nll")[:, 0]) > 1e-3).all()
     assert oracle_sparsity._predict._cache_size() == 1, "one program, whatever the layer"
 
 
 def test_what_a_layer_needs():
     nll = np.log([[9.0, 10.005, 10.02, 10.0], [11.0, 10.009, 10.0, 9.0], [10.0] * 4, [10.0, 10.0, 10.0, 10.05]])
-    found = Sparsity(np.log(10.0), nll, (16, 32, 64, 128), 200, 64)
+    kl = np.array([[0.5, 0.02, 0.01, 0.001], [0.0] * 4, [0.02] * 4, [0.04, 0.03, 0.01, 0.009]])
+    found = Sparsity(np.log(10.0), nll, kl, (16, 32, 64, 128), 200, 64)
     # Luck with fewer tokens does not count where more are not enough.
     assert found.needed() == [128, 32, 16, 200]
     assert found.needed(gap=0.1) == [16, 32, 16, 16]
     assert found.needed(measure="nll") == [16, 32, 16, 16]
     row = oracle_sparsity.as_json(found)
-    assert row["needed"] == {"perplexity": [128, 32, 16, 200], "nll": [16, 32, 16, 16]} and row["gap"] == 0.01
+    assert row["needed"]["perplexity"] == [128, 32, 16, 200] and row["needed"]["kl"] == [64, 16, 200, 64]
+    assert row["gap"] == 0.01 and found.needed(measure="kl") == row["needed"]["kl"]
     np.testing.assert_allclose(row["nll_by_layer_and_budget"], nll, atol=1e-6)
     assert oracle_sparsity.check(2048, 64, ()) == (16, 32, 64, 128, 256, 512, 1024)
     assert oracle_sparsity.check(2049, 64, ())[-1] == 2048 and oracle_sparsity.check(99, 9, (32, 8, 8)) == (8, 32)
