@@ -217,13 +217,13 @@ def test_a_row_that_has_ended_keeps_its_turn():
     state = quest_jax.prefill(
         params, [[1, 2, 3, 4] * 12, [5, 6, 7] * 9], policy=policy, page_size=PAGE, eos_token_ids=()
     )
-    state = quest_jax.feed_tokens(params, state, [[1], [2]])
     state = state.replace(done=jnp.array([False, True]))
-    for chosen in (49, 49, 52):
+    for chosen in (49, 49, 49, 52):
         state, _ = quest_jax.decode_step(params, state)
-        assert state.attention.carry[2]["length"].tolist() == [chosen, 28]
-    state = quest_jax.feed_tokens(params, state, [[5], [6]])  # the second step of both
-    assert not np.asarray(state.attention.reads.scored)[2].any()
+        assert state.attention.carry[2]["length"].tolist() == [chosen, 0]
+    state = quest_jax.feed_tokens(params, state, [[5], [6]])  # the second step of one, the first of the other
+    assert (np.asarray(state.attention.reads.scored)[2] > 0).tolist() == [False, True]
+    assert state.attention.carry[2]["length"].tolist() == [52, 28]
 
 
 @pytest.mark.slow
