@@ -127,8 +127,7 @@ class CarriedPolicy(ListPolicy):
         """The list: ``tokens`` int32 ``[B, lists, N]`` and ``counts`` ``[B, lists]``, 4 bytes a token."""
         lists, width = self.lists(kv_heads), min(self.budget, pages * page_size)
         return {
-            "tokens": jnp.zeros((rows, lists, width), jnp.int32),
-            "counts": jnp.zeros((rows, lists), jnp.int32),
+            name: jnp.zeros((rows, lists, *size), jnp.int32) for name, size in (("tokens", (width,)), ("counts", ()))
         }
 
     def carry_on(self, q: Float[Array, "B T H D"], view: LayerView, selection: Selection | None) -> Any:
@@ -143,9 +142,7 @@ class CarriedPolicy(ListPolicy):
         """The list that was handed on, the current token in it."""
         del q, implementation
         tokens, counts = view.carry["tokens"], view.carry["counts"]
-        rows, lists, kv_heads = len(counts), counts.shape[1], pool_shape(view.kv).kv_heads
-        repeats = kv_heads // lists
-        assert repeats * lists == kv_heads and rows == len(view.lengths)
+        repeats = pool_shape(view.kv).kv_heads // counts.shape[1]
         return Selection(jnp.repeat(tokens, repeats, axis=1), jnp.repeat(counts, repeats, axis=1))
 
     def lists(self, kv_heads: int) -> int:
