@@ -14,6 +14,7 @@ from quest_jax.attention import (
     prefill_attention,
 )
 from quest_jax.cache import Cache, init_cache, rebuild_metadata
+from quest_jax.compaction import compact
 from quest_jax.compilation import enable_compilation_cache
 from quest_jax.decode import DecodeState, decode_step, feed_tokens, prefill, replace_policy
 from quest_jax.generate import Chunk, Generation, generate, stream
@@ -62,6 +63,7 @@ __all__ = [
     "StopStrings",
     "Tokenizer",
     "attend",
+    "compact",
     "decode_attention",
     "decode_step",
     "enable_compilation_cache",

@@ -24,6 +24,7 @@ from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
 from quest_jax.policies.base import Dense, LayerView, Missed, Policy, Sizes, by_row, checked
+from quest_jax.policies.compact import as_slots, is_compact, place_token
 
 
 class PageReads(struct.PyTreeNode):
@@ -252,6 +253,11 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
         )
     if window is not None and window >= state.cache.capacity:
         window, policy = None, Dense()  # sees everything, and is not sparsified
+    if is_compact(state.view(layer).memory) and (q.shape[1] != 1 or policy is not state.policy or window):
+        raise NotImplementedError(
+            f"attend: a compact layer takes one token at a time, by {type(state.policy).__name__}, without a window; "
+            "feed_tokens does so, and a state that is not compact takes several."
+        )
     dense = window is None and policy.is_dense(layer, state.view(layer))
     slot = state.carry_slot(layer)
     alone = state.replace(
@@ -374,8 +380,9 @@ def _attend_selected(policy, q, k, v, view, implementation):
     selection = policy.choose(q, view, implementation)
     in_place = policy.in_place(selection, view)
     kv, table = (view.kv, view.page_table) if unit == view.page_size else as_tokens(view.kv, view.page_table)
+    slots = as_slots(view)
     out, lse = page_attention(
-        q, kv, view.starts, view.lengths, table,
+        q, kv, slots.starts, slots.lengths, table,
         pages=in_place.pages, counts=in_place.counts, implementation=implementation,
     )  # fmt: skip
     missed = policy.diagnose(q, view, selection, lse) if policy.diagnoses else None
@@ -423,6 +430,9 @@ def _merge(out, lse, other, other_lse):
 
 def _append(q, k, v, state):
     cache = state.cache
+    if is_compact(state.view(0).memory):
+        kv, memory = place_token(k, v, state.view(0))
+        return state.replace(cache=cache.replace(kv=(kv,), memory=(memory,)))
     kv, meta = append(
         cache.kv[0], cache.meta[0], k, v, state.starts, cache.lengths, cache.page_table,
         implementation=dispatch.if_offered(APPENDS, state.implementation),

@@ -20,6 +20,7 @@ from quest_jax.pallas_kernels.metadata import (
     BlockMetadata,
     Kind,
     Metadata,
+    ScaledMetadata,
     bounds_of,
     empty_metadata,
     encode,
@@ -35,6 +36,9 @@ from quest_jax.pallas_kernels.pages import (
     pool_shape,
     stored_head_dim,
 )
+
+# As Metadata, of any number of pages: in a compact state layers differ in it.
+_OfLayer = Float[Array, "B K _ D2"] | ScaledMetadata
 
 
 class Cache(struct.PyTreeNode):
@@ -52,16 +56,19 @@ class Cache(struct.PyTreeNode):
       blocks: per layer, the same as ``meta`` of each block of pages, ``[B, K, P / block_pages, 2D]``; None where no
         policy needs it.
       memory: per layer, what the decoding policy keeps besides; None where it keeps nothing.
+      limit: tokens that a row of a compact state may come to, see :func:`quest_jax.compact`: its layers have fewer
+        slots, and their own number of pages. None where every layer has room for all; static.
     """
 
     kv: tuple[KV, ...]
-    meta: tuple[Metadata, ...]
+    meta: tuple[_OfLayer, ...]
     lengths: Int[Array, "B"]
     page_table: Int[Array, "B P"] | None
     head_dim: int = struct.field(pytree_node=False)
     norms: tuple[Float[Array, "B K L"], ...] | None = None
     blocks: tuple[BlockMetadata, ...] | None = None
     memory: tuple[Any, ...] | None = None
+    limit: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def page_size(self) -> int:
@@ -90,8 +97,8 @@ class Cache(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Tokens a row can hold."""
-        return self.page_size * self.pages_per_row
+        """Tokens a row can come to."""
+        return self.page_size * self.pages_per_row if self.limit is None else self.limit
 
     @property
     def nbytes(self) -> int:
@@ -207,12 +214,20 @@ def cache_nbytes(
     return n_layers * batch * n_kv_heads * per_head
 
 
+def _expect_all(cache: Cache, name: str) -> None:
+    if cache.limit is not None:
+        raise NotImplementedError(
+            f"{name}: a compact cache has tokens where their position does not say; call it before quest_jax.compact."
+        )
+
+
 def rebuild_metadata(cache: Cache) -> tuple[Metadata, ...]:
     """Computes the metadata of every layer anew from the pages; pages without tokens get zeros.
 
     For tests and after loading pages from elsewhere: :func:`~quest_jax.pallas_kernels.append.op.append` keeps the
     metadata equal to this, bit for bit.
     """
+    _expect_all(cache, "rebuild_metadata")
     rows = jnp.arange(cache.lengths.shape[0])[:, None, None]
     logical = jnp.arange(cache.pages_per_row)
     physical = physical_pages(cache.page_table, rows, logical, cache.pages_per_row)  # [B, 1, P]
@@ -231,6 +246,7 @@ def rebuild_metadata(cache: Cache) -> tuple[Metadata, ...]:
 
 def rebuild_blocks(cache: Cache) -> tuple[BlockMetadata, ...] | None:
     """Computes the metadata of the blocks of every layer anew from that of the pages; None where the cache has none."""
+    _expect_all(cache, "rebuild_blocks")
     if cache.blocks is None:
         return None
     n_blocks = bounds_of(cache.blocks[0]).shape[-2]
@@ -242,6 +258,7 @@ def rebuild_blocks(cache: Cache) -> tuple[BlockMetadata, ...] | None:
 
 def rebuild_norms(cache: Cache) -> tuple[Float[Array, "B K L"], ...]:
     """Computes the inverse key norms of every layer anew from the pages; positions without a token get zeros."""
+    _expect_all(cache, "rebuild_norms")
     rows = jnp.arange(cache.lengths.shape[0])[:, None, None]
     physical = physical_pages(cache.page_table, rows, jnp.arange(cache.pages_per_row), cache.pages_per_row)
     heads = jnp.arange(pool_shape(cache.kv[0]).kv_heads)[:, None]
@@ -256,6 +273,7 @@ def rebuild_norms(cache: Cache) -> tuple[Float[Array, "B K L"], ...]:
 
 def token_slots(cache: Cache) -> Bool[Array, "N S"]:
     """Marks the slots of the pool that hold a real token."""
+    _expect_all(cache, "token_slots")
     pages = pool_shape(cache.kv[0]).pages
     rows = jnp.arange(cache.lengths.shape[0])[:, None]
     logical = jnp.arange(cache.pages_per_row)

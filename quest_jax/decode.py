@@ -368,6 +368,11 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             f"keeps {kept}; prefill with a policy that needs them (policy=), then others can replace it."
         )
     attention = state.attention
+    if cache.limit is not None and policy != attention.policy:
+        raise ValueError(
+            f"policy: a compact state decodes by the policy it was made for, {attention.policy!r}, got {policy!r}; "
+            "replace it before quest_jax.compact."
+        )
     if policy.remembers and (cache.memory is None or not policy.continues(attention.policy)):
         raise ValueError(
             f"policy: {type(policy).__name__} keeps a memory of the prompt, which this state has not, or not for this "

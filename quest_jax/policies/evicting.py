@@ -1,4 +1,4 @@
-"""Policies that drop tokens for good: in reference mode, where the cache keeps them and a mask does not."""
+"""Policies that drop tokens for good: by a mask of the cache, or, compact, out of the cache."""
 
 import dataclasses
 from typing import Any
@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.pallas_kernels.metadata import Kind
-from quest_jax.policies.base import LayerView, Sizes
-from quest_jax.policies.lists import ListPolicy
+from quest_jax.policies.base import LayerView, Selection, Sizes
+from quest_jax.policies.compact import is_compact, positions
+from quest_jax.policies.lists import ListPolicy, best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,9 +18,11 @@ class EvictingPolicy(ListPolicy):
 
     The prompt is attended by ``prefill_policy``, all of it unless told otherwise, and watched. From the first decode
     step on a row reads at most ``budget`` tokens: those that are alive and rank best, and the new one. What is left out
-    is dead. Memory is not freed: this mode is for measuring what a method keeps.
+    is dead. The cache keeps it, which is for measuring what a method keeps; :func:`quest_jax.compact` frees it, and the
+    tokens that are generated stay the same.
 
     A subclass has :meth:`rank`, and where it says ``watches`` :meth:`watch`, which reads every attended key once more.
+    Both speak of slots ``L``: :func:`~quest_jax.policies.compact.positions` says where the tokens in them stand.
 
     Attributes:
       budget, granularity, dense_layers: see :class:`~quest_jax.policies.lists.ListPolicy`; tokens only.
@@ -37,8 +40,25 @@ class EvictingPolicy(ListPolicy):
 
     def available(self, view: LayerView) -> Int[Array, "B #lists"]:
         """Those that are alive."""
-        real = (jnp.arange(view.capacity) < view.lengths[:, None])[:, None]
-        return (view.memory["alive"] & real).sum(axis=-1)
+        return self.real(view).sum(axis=-1)
+
+    def real(self, view: LayerView) -> Bool[Array, "B K L"]:
+        """The slots that hold a token that is alive."""
+        return view.memory["alive"] & (positions(view) < view.lengths[:, None, None])
+
+    def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
+        """The new token, and of those that are alive the best; of equal ones the earlier."""
+        if not is_compact(view.memory):
+            return super().choose(q, view, implementation)
+        at = positions(view)
+        rank = jnp.where(at == (view.lengths - 1)[:, None, None], jnp.inf, self.rank(view))
+        order = jnp.argsort(at, axis=-1)  # a slot is no place in the text
+        rank = jnp.take_along_axis(jnp.where(self.real(view), rank, -jnp.inf), order, axis=-1)
+        counts = jnp.minimum(self.available(view), self.budget)
+        taken = best(rank, counts, min(self.budget, view.capacity)).pages
+        live = jnp.arange(taken.shape[-1]) < counts[..., None]
+        slots = jnp.where(live, jnp.take_along_axis(order, taken, axis=-1), view.capacity)
+        return Selection(jnp.minimum(jnp.sort(slots, axis=-1), view.capacity - 1), counts)
 
     def scored(self, starts: Int[Array, "B"], lengths: Int[Array, "B"], pages: int, page_size: int) -> Int[Array, "B"]:
         """The keys that are attended, once more, where the method watches."""
@@ -64,7 +84,7 @@ class EvictingPolicy(ListPolicy):
         """Buries what was not read, and lets the method watch."""
         memory = dict(view.memory)
         if seen is not None and q.shape[1] == 1:
-            new = (jnp.arange(view.capacity) >= view.starts[:, None])[:, None]
+            new = positions(view) >= view.starts[:, None, None]
             active = (view.lengths > view.starts)[:, None, None]
             memory["alive"] &= seen | new | ~active
         if self.watches:

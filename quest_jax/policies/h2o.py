@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from quest_jax.policies.base import LayerView
+from quest_jax.policies.compact import positions
 from quest_jax.policies.evicting import EvictingPolicy
 from quest_jax.policies.exact import column_mass
 from quest_jax.policies.method import Method
@@ -29,8 +30,8 @@ class H2O(EvictingPolicy):
 
     def rank(self, view: LayerView) -> Float[Array, "B K L"]:
         """The sum; of recent tokens infinity."""
-        recent = jnp.arange(view.capacity) >= (view.lengths - self.budget // 2)[:, None]
-        return jnp.where(recent[:, None], jnp.inf, view.memory["watched"])
+        recent = positions(view) >= (view.lengths - self.budget // 2)[:, None, None]
+        return jnp.where(recent, jnp.inf, view.memory["watched"])
 
     def watch(
         self, q: Float[Array, "B T H D"], view: LayerView, seen: Bool[Array, "B K L"] | None, lse: Float[Array, "B T H"]

@@ -37,15 +37,14 @@ class KeyDiff(EvictingPolicy):
         """Minus the cosine."""
 
         def one(args):
-            row, alive, length = args
-            real = alive & (jnp.arange(view.capacity) < length)
+            row, real = args
             keys = jnp.where(real[..., None], keys_of(view, row).astype(jnp.float32), 0)  # [K, L, D]
             keys = keys / jnp.maximum(jnp.sqrt((keys * keys).sum(axis=-1, keepdims=True)), EPSILON)
             mean = keys.sum(axis=1) / jnp.maximum(real.sum(axis=-1), 1)[:, None]
             mean = mean / jnp.maximum(jnp.sqrt((mean * mean).sum(axis=-1, keepdims=True)), EPSILON)
             return -jnp.einsum("kld,kd->kl", keys, mean, precision=lax.Precision.HIGHEST)
 
-        return lax.map(one, (jnp.arange(len(view.lengths)), view.memory["alive"], view.lengths))
+        return lax.map(one, (jnp.arange(len(view.lengths)), self.real(view)))
 
 
 METHODS = (
