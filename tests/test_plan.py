@@ -19,6 +19,7 @@ from quest_jax.policies.h2o import H2O
 from quest_jax.policies.less_is_more import LessIsMore
 from quest_jax.policies.oracle import Oracle, OracleChunk
 from quest_jax.policies.sample_attention import SampleAttention
+from quest_jax.policies.snapkv import SnapKV
 from quest_jax.policies.sparq import SparQ
 from quest_jax.sampling import make_sampler
 from quest_jax.weights.quantize import quantize_tree
@@ -89,7 +90,7 @@ def measured(config, batch, capacity, dtype, policy, prefill_policy, chunk, kind
         return DecodeState(
             attention=init_attention(
                 config.n_layers, config.n_kv_heads, config.head_dim, batch=batch, capacity=capacity, dtype=dtype,
-                policy=policy, prefill_policy=prefill_policy,
+                policy=policy, prefill_policy=prefill_policy, n_heads=config.n_heads,
             ),
             logits=jnp.zeros((batch, config.vocab_size)),
             done=jnp.zeros(batch, bool),
@@ -121,6 +122,7 @@ def measured(config, batch, capacity, dtype, policy, prefill_policy, chunk, kind
     (SMOL, 2, 8192, "float32", H2O(512, dense_layers=0), Dense()),
     (SMOL, 1, 8192, "float32", SparQ(512, dense_layers=0), OracleChunk(512)),
     (DEEP, 3, 8192, "float32", LessIsMore(2048), Dense()),
+    (SMOL, 2, 8192, "float32", SnapKV(512, dense_layers=0), Dense()),
     (SMOL, 1, 32768, "float32", Quest(8192), QuoKA(8192, granularity="token")),
     (SMOL, 1, 32768, "bfloat16", TOKENS, TOKENS),
     (SMOL, 2, 32768, "bfloat16", TOKENS, TOKENS),
