@@ -48,5 +48,5 @@ class Calibrate:
         captured = capture(params, ids[-self.tokens :])
         basis = basis_of([np.asarray(captured.keys(layer)) for layer in range(params.config.n_layers)])
         basis.save(self.out)
-        console.print(f"{self.out}: {basis!r}, of {self.tokens} tokens", highlight=False)
+        console.print(f"{self.out}: {basis!r}, of {self.tokens} tokens", highlight=False, soft_wrap=True)
         return 0
