@@ -23,9 +23,9 @@ class Loki(ListPolicy):
     With the r eigenvectors :math:`P` of the largest variance of a layer's and KV head's rotated keys, a token scores
     :math:`(P^\top q_h) \cdot (P^\top k_j)`. Each query head has its own list; the current token is in it, no first
     token is. The paper measures the basis beforehand on another text: that is a ``basis`` of
-    :func:`~quest_jax.policies.basis.load_basis`, which ``quest-jax calibrate loki`` writes. Without one the basis is
-    that of the row's own keys, all it has when it first exceeds the budget, which asks for no calibration and is not the
-    paper's. A step reads ``channels / 2 D`` of the cache to choose (where keys are kept in the basis; here it reads
+    :func:`~quest_jax.policies.basis.load_basis`, which ``quest-jax calibrate loki`` writes. Without one, which is not
+    the paper's, the basis is that of the row's own keys, all it has when it first exceeds the budget. A step reads
+    ``channels / 2 D`` of the cache to choose (where keys are kept in the basis; here it reads
     them whole, and counts the channels), and ``G budget / L`` to attend.
 
     Attributes:
