@@ -46,11 +46,11 @@ class Sizes:
     """
 
     tokens: int = 4096
-    contexts: int = 6
+    contexts: int = 4
     following: int = 65
     budgets: tuple[int, ...] = (256, 512, 1024, 2048)
     page_sizes: tuple[int, ...] = (4, 8, 32)
-    queries: int = 64
+    queries: int = 32
     fidelity_texts: int = 2
     long_tokens: int = 8000
     long_contexts: int = 3
