@@ -2,6 +2,31 @@
 
 import pathlib
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import rich.table
+from rich.text import Text
+
+
+class Table(NamedTuple):
+    """A title, headings, and rows of texts, for a terminal or a document; the first column flush left."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def for_terminal(self) -> rich.table.Table:
+        """To be printed by a :class:`rich.console.Console`."""
+        shown = rich.table.Table(title=Text(self.title), title_justify="left")
+        for i, heading in enumerate(self.headings):
+            shown.add_column(heading, justify="right" if i else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+    def for_document(self) -> str:
+        """In GitHub's Markdown, under its title."""
+        return f"**{self.title}**\n\n{markdown_table(self.headings, self.rows)}\n"
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (0,)) -> str:

@@ -139,7 +139,7 @@ def test_plan_prints_a_table_or_json_from_a_config_alone(run, model, tmp_path):
     (("eval", "passkey", "--model", "MODEL", "--tokens", "9", "--budgets", "32"), "n_tokens: expected"),
     (("eval", "passkey", "--model", "MODEL", "--budgets", "8"), "at least one page, 16 tokens, got 8"),
     (("eval", "passkey", "--model", "MODEL", "--tokens", "1500", "--cases", "0"), "n_cases"),
-    (("eval", "passkey", "--model", "MODEL", "--methods", "quset"), "methods: expected one of full, h2o, "),
+    (("eval", "passkey", "--model", "MODEL", "--methods", "quset"), "full, h2o, keydiff, "),
     (("eval", "passkey", "--model", "MODEL", "--methods", "sample_attention"), "expected those that decode, got 'samp"),
 ])  # fmt: skip
 def test_what_a_caller_gets_wrong_is_one_line(run, model, arguments, says):
@@ -233,8 +233,51 @@ def test_eval_passkey_prints_a_table(run, model):
     code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
                          "--budgets", 64, 2048, "--methods", "quest", "h2o")  # fmt: skip
     assert (code, err) == (0, "")
-    assert "passkey, 3 prompts of 1000 tokens" in out
-    assert all(name in out for name in ("dense", "quest 64", "quest 2048", "h2o 64", "h2o 2048"))
+    assert "passkey, 3 questions about" in " ".join(out.split())
+    assert all(name in out for name in ("full", "quest 64", "quest 2048", "h2o 64", "h2o 2048", "oracle 64"))
+
+
+@pytest.mark.slow
+def test_eval_writes_results_and_goes_on_from_them(run, model, tmp_path):
+    options = (
+        "--model",
+        model,
+        "--tokens",
+        1400,
+        "--cases",
+        2,
+        "--budgets",
+        64,
+        "--out",
+        tmp_path,
+        "--question",
+        "both",
+    )
+    code, out, err = run("eval", "facts", *options)
+    assert code == 0 and ("no plots" in err or not err), err
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    assert len(before) == 5 and "quest 64" in (tmp_path / "facts.md").read_text()
+    rows = {row["name"]: row for row in json.loads((tmp_path / "facts.json").read_text())["lengths"][0]["rows"]}
+    assert [*rows] == ["full", "random 64", "sink_window 64", "oracle 64", "quest 64"]
+    assert rows["full"]["share"] == 1 and len(rows["quest 64"]["found"]["scores"]["dense"]) == 2
+    assert run("eval", "facts", *options)[:2] == (0, out), "nothing is measured again"
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    path = next(iter(before))
+    path.write_text("{")
+    code, _, err = run("eval", "facts", *options)
+    assert code == 2 and path.name in err and "damaged" in err and path.read_text() == "{"
+
+
+@pytest.mark.slow
+def test_eval_perplexity_of_a_file(run, model, tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be: that is the question. " * 9)
+    options = ("eval", "perplexity", "--model", model, "--text", tmp_path / "text.txt", "--budgets", 32)
+    code, out, _ = run(*options, "--tokens", 120, "--texts", 2, "--out", tmp_path / "out")
+    assert code == 0 and "236 tokens of 2 texts" in " ".join(out.split()) and "NLL gap" in out
+    rows = json.loads((tmp_path / "out" / "perplexity.json").read_text())["lengths"][0]["rows"]
+    assert rows[0]["gap"]["mean"] == 0 and [len(row) for row in rows[-1]["found"]["nll"]] == [118, 118]
+    assert "got 387" in run(*options, "--tokens", 400)[2]
+    assert "a start of at least 1" in run(*options, "--tokens", 120, "--start", 119)[2]
 
 
 @pytest.mark.slow

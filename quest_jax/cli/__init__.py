@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 GROUPS = {
     "eval": (
         evaluate.COMMANDS,
-        "Measure what a method keeps: passkey, mass, needle, layers, metadata, weights, fidelity.",
+        "Measure what methods keep of dense attention: tasks, perplexity, fidelity, layers, study and more.",
     ),
     "bench": (
         bench.COMMANDS,

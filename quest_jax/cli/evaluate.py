@@ -1,69 +1,19 @@
-"""``quest-jax eval``: passkey, mass, needle, metadata, weights, fidelity, and layers, which has a file of its own."""
+"""``quest-jax eval``: fidelity, mass, needle, metadata, weights; tasks, layers and study have files of their own."""
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from quest_jax.cli import eval_tasks
 from quest_jax.cli.common import Dtype, load_both
 from quest_jax.cli.common import Weights as Kind
 from quest_jax.cli.eval_layers import Layers
+from quest_jax.cli.eval_study import Study
+from quest_jax.cli.methods_of import ALWAYS, policies_of
 
 if TYPE_CHECKING:
     from quest_jax import Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Passkey:
-    """Measure what methods keep of the answers of dense attention.
-
-    Quest's own test: a number hidden in filler, the last 400 characters decoded by the method.
-
-    Attributes:
-      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
-      tokens: length of the prompts.
-      cases: how many, at depths in equal steps.
-      methods: names of `quest-jax methods` that decode.
-      budgets: tokens that a method reads per layer and KV head; a half and a quarter of the prompt if none.
-      basis: of `quest-jax calibrate loki`, for `loki`; without it that ranks by the basis of the text itself.
-      batch: cases in memory at a time.
-      seed: of the keys.
-      page_size: tokens in a page of the cache.
-      dtype: of the weights and the cache.
-    """
-
-    model: str = "smollm2-135m"
-    tokens: int = 2048
-    cases: int = 20
-    methods: tuple[str, ...] = ("quest",)
-    budgets: tuple[int, ...] = ()
-    basis: pathlib.Path | None = None
-    batch: int = 5
-    seed: int = 0
-    page_size: int = 16
-    dtype: Dtype = "float32"
-
-    def run(self) -> int:
-        """Prints the table."""
-        from rich.console import Console
-
-        from quest_jax.evals import passkey
-        from quest_jax.progress import counting, stderr_console
-
-        budgets = self.budgets or (self.tokens // 2, self.tokens // 4)
-        policies: dict[str, Policy | None] = {"dense": None}
-        for name in self.methods:
-            policies |= policies_of(name, budgets, self.page_size, self.basis)
-        console = stderr_console()
-        params, tokenizer = load_both(self.model, self.dtype, console)
-        cases = passkey.make_cases(tokenizer, self.tokens, self.cases, self.seed)
-        with counting("asking", console) as progress:
-            outcomes = passkey.run(
-                params, tokenizer, cases, policies, batch=self.batch, page_size=self.page_size, progress=progress
-            )
-        Console().print(passkey.table(outcomes, self.tokens))
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,9 +238,9 @@ class Fidelity:
         from quest_jax.progress import counting, stderr_console
 
         names = self.methods or [name for name, one in registry.methods().items() if "decode" in one.phases]
-        policies = {"full": registry.find("full").make(0)}
-        for name in dict.fromkeys(["random", "sink_window", "oracle", *names]):
-            policies |= {} if name == "full" else policies_of(name, self.budgets, self.page_size, self.basis)
+        policies: dict[str, Policy] = {}
+        for name in dict.fromkeys((*ALWAYS["decode"], *names)):
+            policies |= policies_of(name, self.budgets, self.page_size, self.basis)
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
         with counting("layers", console) as progress:
@@ -306,30 +256,7 @@ class Fidelity:
         return 0
 
 
-def policies_of(
-    name: str, budgets: Sequence[int], page_size: int, basis: pathlib.Path | None = None
-) -> "dict[str, Policy]":
-    """The policies of one method, by its name and the budget; one that ranks by a basis takes it from the file.
-
-    Raises:
-      ValueError: no such method, one that reads prompts only, a budget it cannot work with, or a file that is no basis.
-    """
-    from quest_jax.policies import registry
-    from quest_jax.policies.basis import load_basis
-
-    method, found = registry.find(name), {}
-    if "decode" not in method.phases:
-        raise ValueError(f"methods: expected those that decode, got {name!r}, which reads prompts only.")
-    for budget in budgets:
-        policy = method.make(budget)
-        if basis is not None and "basis" in {field.name for field in dataclasses.fields(policy)}:
-            policy = dataclasses.replace(policy, basis=load_basis(basis))
-        found[f"{name} {budget}"] = policy
-        policy.check(page_size)
-    return found
-
-
 COMMANDS = {
-    "passkey": Passkey, "fidelity": Fidelity, "mass": Mass, "needle": Needle, "layers": Layers, "metadata": Metadata,
-    "weights": Weights,
+    **eval_tasks.COMMANDS, "fidelity": Fidelity, "layers": Layers, "mass": Mass, "needle": Needle,
+    "metadata": Metadata, "weights": Weights, "study": Study,
 }  # fmt: skip

@@ -59,6 +59,27 @@ def gather(tokenizer: Encoder, samples: Sequence[Sample]) -> list[Context]:
     return found
 
 
+def pieces(tokenizer: Encoder, text: str, tokens: int, count: int = 1, start: int = 1) -> list[Context]:
+    """Cuts the beginning of a text into contexts of ``start`` tokens with ``tokens - start`` to follow.
+
+    Raises:
+      ValueError: numbers out of range, or a text that is too short for them.
+    """
+    ids = tokenizer.encode(text)
+    if count < 1 or not 1 <= start <= tokens - 2:
+        raise ValueError(
+            f"text: expected at least 1 piece, and a start of at least 1 with 2 tokens after it in pieces of {tokens}, "
+            f"got {count} and {start}."
+        )
+    if count * tokens > len(ids):
+        raise ValueError(
+            f"text: expected {count * tokens} tokens, {tokens} in each of {count} pieces, got {len(ids)}; take a "
+            "longer text or shorter pieces."
+        )
+    parts = [ids[i * tokens : (i + 1) * tokens] for i in range(count)]
+    return [Context(tuple(part[:start]), (), tuple(part[start:])) for part in parts]
+
+
 def groups(policies: Mapping[str, Policy]) -> list[list[str]]:
     """Names of policies that can start from one prefilled state: all that keep nothing beside the pages, first.
 

@@ -4,6 +4,7 @@ Needs matplotlib, the ``plot`` extra. No global state of it is touched: figures 
 """
 
 import importlib
+import importlib.util
 import itertools
 import os
 import textwrap
@@ -163,14 +164,22 @@ def _layer_figure(
     return _finished(figure, axes)
 
 
+def check() -> None:
+    """Checks that plots can be drawn.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError('plots need matplotlib; pip install "quest-jax[plot]"')
+
+
 def _figure(title: str, count: int, size: tuple[float, float] | None = None) -> tuple[Any, Any]:
     """A figure with one pair of axes, high enough for a legend of ``count`` lines."""
     if not count:
         raise ValueError("plot: expected something to draw, got nothing.")
-    try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        raise ImportError('plots need matplotlib; pip install "quest-jax[plot]"') from error
+    check()
+    figures: Any = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=size or (8, max(4.5, 0.8 + 0.17 * count)), layout="constrained")
     axes = figure.subplots()
     if title:

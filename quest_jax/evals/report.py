@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
+from quest_jax.evals.contexts import Context
 from quest_jax.evals.interval import Interval, bootstrap
 from quest_jax.evals.retention import Found
-from quest_jax.tables import markdown_table
+from quest_jax.tables import Table
 
 # Neighbouring tokens are not independent: the bootstrap draws stretches of so many.
 _STRETCH = 16
@@ -96,19 +95,8 @@ def _number(one: Interval | None) -> str:
 
 
 def table(lines: Sequence[Row], title: str) -> Table:
-    """For a terminal."""
-    headings, found = cells(lines)
-    shown = Table(title=Text(title), title_justify="left")
-    for i, heading in enumerate(headings):
-        shown.add_column(heading, justify="right" if i else "left")
-    for line in found:
-        shown.add_row(*line)
-    return shown
-
-
-def markdown(lines: Sequence[Row], title: str) -> str:
-    """The same in Markdown, under its title."""
-    return f"**{title}**\n\n{markdown_table(*cells(lines))}\n"
+    """All of it, under a title."""
+    return Table(title, *cells(lines))
 
 
 def as_json(found: Mapping[str, Found], lines: Sequence[Row]) -> list[dict[str, Any]]:
@@ -142,3 +130,19 @@ def curves(lines: Sequence[Row], of: str, mode: str = "sparse") -> dict[str, lis
         if value is not None:
             points.setdefault(line.method, []).append((line.share, *value))
     return points
+
+
+def by_depth(found: Mapping[int, tuple[Sequence[Context], Found]], mode: str) -> dict[tuple[float, int], float]:
+    """Mean scores by depth and length, for :func:`quest_jax.evals.plots.heat_map`.
+
+    Args:
+      found: of one method, by length.
+      mode: ``sparse`` or ``dense``.
+    """
+    values: dict[tuple[float, int], list[float]] = {}
+    for length, (contexts, one) in found.items():
+        depths = [asked.sample.depth for context in contexts for asked in context.asked]
+        for depth, score in zip(depths, one.scores.get(mode, []), strict=True):
+            if depth is not None:
+                values.setdefault((round(depth, 2), length), []).append(score)
+    return {at: float(np.mean(scores)) for at, scores in values.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from quest_jax import Params, Policy, Quest
 from quest_jax.evals import fidelity, retention
 from quest_jax.evals.capture import capture
-from quest_jax.evals.contexts import Context, gather
+from quest_jax.evals.contexts import Context, gather, pieces
 from quest_jax.evals.needle import shipped_text, split_sentences
 from quest_jax.evals.retention import Found
 from quest_jax.evals.samples import Encoder
@@ -43,6 +43,7 @@ class Sizes:
       lengths, depths: of the map of passkeys, at ``map_budget``.
       from_start: tokens of the texts that are read from their first token on by the method.
       seed: of the facts.
+      methods: names; all if none.
     """
 
     tokens: int = 4096
@@ -59,6 +60,15 @@ class Sizes:
     map_budget: int = 512
     from_start: int = 1536
     seed: int = 0
+    methods: tuple[str, ...] = ()
+
+
+# To see that all of it runs; its numbers say nothing.
+SMALL = Sizes(
+    tokens=1800, contexts=1, following=8, budgets=(64, 128), page_sizes=(8,), queries=4, fidelity_texts=1,
+    long_tokens=1900, long_contexts=1, lengths=(900, 1000), depths=1, map_budget=64, from_start=100,
+    methods=("quest", "quoka"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -68,7 +78,8 @@ class Study:
     Attributes:
       sizes: of the study.
       attention: by page size, then name, a :class:`~quest_jax.evals.fidelity.Fidelity` for each text.
-      kept: by part, then name: ``decode``, ``prefill``, ``page 4`` and so on, ``long``, ``map``, ``from start``.
+      kept: by part, then name: ``decode``, ``prefill``, ``page 4`` and so on, ``long``, ``map 1024`` and so on,
+        ``from-start``.
       contexts: of each part.
     """
 
@@ -78,7 +89,13 @@ class Study:
     contexts: dict[str, list[Context]] = dataclasses.field(default_factory=dict)
 
 
-PARTS = ("fidelity", "decode", "pages", "prefill", "long", "map", "from start")
+PARTS = ("decode", "fidelity", "pages", "prefill", "long", "map", "from-start")
+
+
+def check_parts(parts: Sequence[str]) -> None:
+    """Raises ValueError where there is no such part."""
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"study: expected parts of {', '.join(PARTS)}, got {unknown[0]!r}.")
 
 
 def run(
@@ -89,7 +106,8 @@ def run(
     *,
     model: str,
     parts: Sequence[str] = PARTS,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Study:
     """Measures what the store does not have yet.
 
@@ -99,29 +117,29 @@ def run(
       sizes: how much.
       model: its name, which tells its results from others in the store.
       parts: of ``PARTS``, in this order.
-      progress: called with (part, done, all in it).
+      progress: called with (done, all) of what is being measured; begins anew with every step of a part.
+      report: called with what is measured next.
 
     Raises:
       ValueError: an unknown part, or a text that is too short for the sizes.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"study: expected parts of {', '.join(PARTS)}, got {unknown[0]!r}.")
+    check_parts(parts)
     study = Study(sizes)
     contexts = facts_contexts(tokenizer, sizes.tokens, sizes.contexts, sizes.following, sizes.seed)
-    every, few = policies("decode", sizes.budgets), policies("decode", sizes.budgets, FEW)
+    names = sizes.methods or tuple(registry.methods())
+    every = policies("decode", sizes.budgets, names)
+    few = policies("decode", sizes.budgets, [name for name in FEW if name in names])
     quests = {f"quest {budget}": Quest(budget) for budget in sizes.budgets}
     about = {"model": model, "seed": sizes.seed, "task": "facts", "tokens": sizes.tokens}
 
     def keep(part: str, contexts: Sequence[Context], found: Mapping[str, Policy], **options: Any) -> None:
-        def advance(done: int, total: int) -> None:
-            if progress is not None:
-                progress(part, done, total)
-
+        if report is not None:
+            report(part)
         options = {"modes": retention.MODES, "settings": about} | options
         batch = min(len(contexts), 6)
         study.contexts[part] = [*contexts]
         study.kept[part] = retention.run(
-            params, tokenizer, contexts, found, batch=batch, store=store, progress=advance, **options
+            params, tokenizer, contexts, found, batch=batch, store=store, progress=progress, **options
         )
 
     for part in parts:
@@ -129,7 +147,16 @@ def run(
             for size in (16, *sizes.page_sizes):
                 measured = every if size == 16 else {"full": every["full"]} | quests
                 study.attention[size] = _fidelity(
-                    params, tokenizer, store, contexts[: sizes.fidelity_texts], measured, sizes, size, about, progress
+                    params,
+                    tokenizer,
+                    store,
+                    contexts[: sizes.fidelity_texts],
+                    measured,
+                    sizes,
+                    size,
+                    about,
+                    progress,
+                    report,
                 )
         elif part == "decode":
             keep("decode", contexts, every)
@@ -137,7 +164,7 @@ def run(
             for size in sizes.page_sizes:
                 keep(f"page {size}", contexts, {"full": every["full"]} | quests, page_size=size)
         elif part == "prefill":
-            keep("prefill", contexts, policies("prefill", sizes.budgets), modes=("dense", "text"), prefills=True)
+            keep("prefill", contexts, policies("prefill", sizes.budgets, names), modes=("dense", "text"), prefills=True)
         elif part == "long":
             settings = about | {"tokens": sizes.long_tokens}
             texts = facts_contexts(tokenizer, sizes.long_tokens, sizes.long_contexts, sizes.following, sizes.seed)
@@ -150,17 +177,17 @@ def run(
                 keep(f"map {length}", asked, found, modes=("sparse",), settings=settings)
         else:
             settings = about | {"task": "text", "tokens": sizes.from_start}
-            texts = plain_texts(tokenizer, sizes.from_start, 2)
-            small = policies("decode", sizes.budgets[:2], FEW)
-            keep("from start", texts, small, modes=("text",), settings=settings)
+            texts = pieces(tokenizer, shipped_text(), sizes.from_start, 2)
+            small = policies("decode", sizes.budgets[:2], [name for name in FEW if name in names])
+            keep("from-start", texts, small, modes=("text",), settings=settings)
     return study
 
 
-def policies(phase: str, budgets: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Policy]:
+def policies(phase: str, budgets: Sequence[int], names: Sequence[str]) -> dict[str, Policy]:
     """The policies of methods at all budgets, ``full`` first, by ``method budget``."""
     found: dict[str, Policy] = {"full": registry.find("full").make(0)}
     for name, method in registry.methods().items():
-        if phase in method.phases and name != "full" and (names is None or name in names):
+        if phase in method.phases and name != "full" and name in names:
             found |= {f"{name} {budget}": method.make(budget) for budget in budgets}
     return found
 
@@ -181,19 +208,7 @@ def facts_contexts(tokenizer: Encoder, tokens: int, contexts: int, following: in
     return found
 
 
-def plain_texts(tokenizer: Encoder, tokens: int, count: int) -> list[Context]:
-    """Texts of which only the first token is read as a prompt is: Quest's protocol for perplexity.
-
-    Raises:
-      ValueError: the shipped text is shorter.
-    """
-    ids = tokenizer.encode(shipped_text())
-    if count * tokens > len(ids):
-        raise ValueError(f"tokens: expected at most {len(ids) // count} a text with the shipped text, got {tokens}.")
-    return [Context((ids[i * tokens],), (), tuple(ids[i * tokens + 1 : (i + 1) * tokens])) for i in range(count)]
-
-
-def _fidelity(params, tokenizer, store, contexts, policies, sizes, page_size, about, progress):
+def _fidelity(params, tokenizer, store, contexts, policies, sizes, page_size, about, progress, report):
     """By name, a Fidelity for each context: of its end and the question for its first fact."""
     found: dict[str, list[fidelity.Fidelity]] = {name: [] for name in policies}
     for number, context in enumerate(contexts):
@@ -205,6 +220,8 @@ def _fidelity(params, tokenizer, store, contexts, policies, sizes, page_size, ab
             own = {"task": "fidelity", "method": name, "page_size": page_size, "queries": sizes.queries}
             return about | own | {"text": number}
 
+        if report is not None:
+            report(f"fidelity, pages of {page_size}, text {number + 1}")
         missing = [name for name in policies if store.get(key(name)) is None]
         captured = capture(params, ids, page_size) if missing else None
         for at in range(0, len(missing), _TOGETHER):
@@ -216,7 +233,7 @@ def _fidelity(params, tokenizer, store, contexts, policies, sizes, page_size, ab
                 arrays = {field: getattr(one, field).round(5).tolist() for field in ("mass", "recall", "error")}
                 store.put(key(name), one._asdict() | arrays)
             if progress is not None:
-                progress(f"fidelity, pages of {page_size}, text {number + 1}", at + len(together), len(missing))
+                progress(at + len(together), len(missing))
         for name in policies:
             cell = store.get(key(name))
             arrays = {field: np.asarray(cell[field]) for field in ("mass", "recall", "error")}

@@ -47,12 +47,12 @@ def test_nothing_is_kept_of_no_answers():
 
 def test_tables_and_files_have_every_row():
     lines = report.rows(FOUND)
-    text = report.markdown(lines, "facts")
+    text = report.table(lines, "facts").for_document()
     assert text.startswith(
         "**facts**\n\n| method, budget | bytes of dense | right | of dense's | question dense: right"
     )
     assert text.count("\n|") == 5 and "| quest 256 | 50.0% | 75% [" in text and "0.5000 [" in text
-    table = report.table(lines, "facts [1]")
+    table = report.table(lines, "facts [1]").for_terminal()
     assert table.row_count == 3 and str(table.title) == "facts [1]"
     loaded = json.loads(json.dumps(report.as_json(FOUND, lines), allow_nan=False))
     assert loaded[1]["name"] == "quest 256" and loaded[1]["found"]["nll"] == [[2, 2], [3.5]]

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from quest_jax.evals import passkey
 from quest_jax.evals.metrics import score
 from quest_jax.evals.needle import INSTRUCTION, shipped_text, split_sentences
 from quest_jax.evals.tasks import facts, frequent_words, words
@@ -120,16 +119,6 @@ def test_an_unknown_task_is_refused_with_the_names():
     with pytest.raises(ValueError, match="expected one of passkey, facts, niah_single, .*ruler_qa, got 'niah'"):
         find("niah")
     assert all(name == task.name for name, task in TASKS.items())
-
-
-def test_the_passkey_asks_what_the_passkey_module_asks():
-    cases = passkey.make_cases(WordTokenizer(), 2048 - passkey.ANSWER_TOKENS, 7, seed=3)
-    samples = make("passkey", seed=3)
-    assert [sample.answers for sample in samples] == [(str(case.key),) for case in cases]
-    assert [sample.depth for sample in samples] == [case.depth for case in cases]
-    for sample, case in zip(samples, cases, strict=True):
-        assert len(sample.question) == 400
-        assert abs(len(sample.context) - len(case.context)) < 50
 
 
 @pytest.mark.parametrize("name", NIAH)

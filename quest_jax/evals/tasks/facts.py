@@ -10,8 +10,7 @@ import functools
 import random
 
 from quest_jax.evals.needle import INSTRUCTION, shipped_text, split_sentences
-from quest_jax.evals.passkey import Encoder
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Encoder, Sample
 from quest_jax.evals.tasks.sizes import check_numbers, fill
 from quest_jax.evals.tasks.task import Task, draw_of
 

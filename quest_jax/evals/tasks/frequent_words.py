@@ -9,8 +9,7 @@ import random
 import string
 from collections.abc import Sequence
 
-from quest_jax.evals.passkey import Encoder
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Encoder, Sample
 from quest_jax.evals.tasks.sizes import fill
 from quest_jax.evals.tasks.task import Task, draw_of
 from quest_jax.evals.tasks.words import pairs, prose_words

@@ -14,8 +14,7 @@ import os
 import pathlib
 import random
 
-from quest_jax.evals.passkey import Decoder
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Decoder, Sample
 from quest_jax.evals.tasks.jsonl import read_lines, text, texts
 from quest_jax.evals.tasks.sizes import check_numbers, n_tokens_of
 from quest_jax.evals.tasks.task import Task, draw_of

@@ -9,9 +9,9 @@ import dataclasses
 import functools
 import random
 
-from quest_jax.evals import passkey
 from quest_jax.evals.needle import shipped_text, split_sentences
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Encoder, Sample
+from quest_jax.evals.tasks.passkey import FILLER
 from quest_jax.evals.tasks.sizes import fill
 from quest_jax.evals.tasks.task import Task, draw_of
 from quest_jax.evals.tasks.words import pairs
@@ -36,7 +36,7 @@ class Needles:
     keys: int = 1
     values: int = 1
 
-    def __call__(self, tokenizer: passkey.Encoder, n_tokens: int, n_cases: int, seed: int) -> list[Sample]:
+    def __call__(self, tokenizer: Encoder, n_tokens: int, n_cases: int, seed: int) -> list[Sample]:
         """Builds samples; see :meth:`Task.make`."""
 
         def build(i: int, size: int) -> list[Sample]:
@@ -72,7 +72,7 @@ class Needles:
 
     def _lines(self, draw: random.Random, size: int, taken: set[str]) -> list[str]:
         if self.haystack == "noise":
-            return [passkey.FILLER] * size
+            return [FILLER] * size
         if self.haystack == "prose":
             prose = _prose()
             return [prose[i % len(prose)] for i in range(size)]

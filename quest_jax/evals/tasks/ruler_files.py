@@ -8,8 +8,7 @@ judged.
 import dataclasses
 import os
 
-from quest_jax.evals.passkey import Encoder
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Encoder, Sample
 from quest_jax.evals.tasks.jsonl import read_lines, text, texts
 from quest_jax.evals.tasks.longbench import draw_records
 from quest_jax.evals.tasks.sizes import check_numbers, n_tokens_of

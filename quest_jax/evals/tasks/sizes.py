@@ -4,8 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from quest_jax.evals.passkey import Encoder
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Encoder, Sample
 
 MOST_TOKENS = 2**24
 """More than any model reads; what is asked for beyond it is a slip, and would take memory without end."""

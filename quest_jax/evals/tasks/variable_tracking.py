@@ -7,8 +7,8 @@ The beginning of the answer stops before its last space: byte-level vocabularies
 import random
 import string
 
-from quest_jax.evals.passkey import FILLER, Encoder
-from quest_jax.evals.samples import Sample
+from quest_jax.evals.samples import Encoder, Sample
+from quest_jax.evals.tasks.passkey import FILLER
 from quest_jax.evals.tasks.sizes import fill
 from quest_jax.evals.tasks.task import Task, draw_of
 
