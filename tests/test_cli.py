@@ -239,20 +239,8 @@ def test_eval_passkey_prints_a_table(run, model):
 
 @pytest.mark.slow
 def test_eval_writes_results_and_goes_on_from_them(run, model, tmp_path):
-    options = (
-        "--model",
-        model,
-        "--tokens",
-        1400,
-        "--cases",
-        2,
-        "--budgets",
-        64,
-        "--out",
-        tmp_path,
-        "--question",
-        "both",
-    )
+    options = ("--model", model, "--tokens", 1800, "--cases", 2, "--budgets", 64, "--question", "both")
+    options = (*options, "--out", tmp_path)
     code, out, err = run("eval", "facts", *options)
     assert code == 0 and ("no plots" in err or not err), err
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
@@ -311,20 +299,8 @@ def test_calibrate_writes_a_basis_that_fidelity_reads(run, model, tmp_path):
     path = tmp_path / "basis.npz"
     code, out, err = run("calibrate", "loki", path, "--model", model, "--tokens", 300)
     assert (code, out) == (0, "") and "Basis(3 layers, 2 KV heads, 8 channels" in err
-    options = (
-        "eval",
-        "fidelity",
-        "--model",
-        model,
-        "--tokens",
-        400,
-        "--queries",
-        4,
-        "--budgets",
-        64,
-        "--methods",
-        "loki",
-    )
+    options = ("eval", "fidelity", "--model", model, "--tokens", 400, "--queries", 4, "--budgets", 64)
+    options = (*options, "--methods", "loki")
     for basis in ((), ("--basis", path)):
         assert run(*options, *basis, "--json", tmp_path / f"{len(basis)}.json")[0] == 0
     own, given = (json.loads((tmp_path / f"{i}.json").read_text())["rows"]["loki 64"] for i in (0, 2))
