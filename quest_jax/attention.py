@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from quest_jax.cache import Cache, init_cache
 from quest_jax.pallas_kernels import dispatch
@@ -25,28 +25,7 @@ from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
 from quest_jax.policies.base import Dense, LayerView, Missed, Policy, Sizes, by_row, checked
 from quest_jax.policies.compact import as_slots, is_compact, place_token
-
-
-class PageReads(struct.PyTreeNode):
-    """What attention read, counted from what was attended; ``[layers, B]`` is the last call of each layer.
-
-    Attributes:
-      read: int32, pages of keys and values, summed over the lists (per KV head, or per query head).
-      live: int32, pages that hold tokens, summed over the KV heads: what dense attention reads; in a layer with a
-        window, the pages of that.
-      scored: int32, pages (by min and max) or keys that were scored, summed over the KV heads; 0 without selection.
-      whole: bool, no page was left out.
-      missed: bounds of what was lost, where the policy for decoding ``diagnoses``; NaN in a chunk of a prompt that was
-        not read whole. None where it does not.
-
-    Where the policy lists tokens, ``read`` and ``live`` count these: :meth:`~quest_jax.policies.base.Policy.unit`.
-    """
-
-    read: Int[Array, "*steps B"]
-    live: Int[Array, "*steps B"]
-    scored: Int[Array, "*steps B"]
-    whole: Bool[Array, "*steps B"]
-    missed: Missed | None = None
+from quest_jax.reads import PageReads, init_reads
 
 
 class AttentionState(struct.PyTreeNode):
@@ -153,19 +132,6 @@ def init_carry(policy: Policy, cache: Cache) -> tuple[Any, ...] | None:
         return None
     sizes = len(cache.lengths), pool_shape(cache.kv[0]).kv_heads, cache.pages_per_row, cache.page_size
     return tuple(policy.new_carry(*sizes) for _ in range(len(cache.kv) if policy.carries_by_layer else 1))
-
-
-def init_reads(*shape: int, diagnosed: bool = False) -> PageReads:
-    """Makes counts of nothing read, e.g. of shape ``(layers, batch)``; ``diagnosed`` ones have bounds."""
-    # An array each, not one under many names: that could not be donated.
-    counts = [jnp.zeros(shape, jnp.int32) for _ in range(3)]
-    missed = Missed(jnp.zeros(shape), jnp.zeros(shape)) if diagnosed else None
-    return PageReads(*counts, whole=jnp.zeros(shape, bool), missed=missed)
-
-
-def room_for(steps: int, reads: PageReads) -> PageReads:
-    """Makes counts of nothing read in ``steps`` steps, each like ``reads``."""
-    return jax.tree.map(lambda one: jnp.zeros((steps, *one.shape), one.dtype), reads)
 
 
 def extend(state: AttentionState, n_new: Int[Array, "B"]) -> AttentionState:

@@ -17,14 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from quest_jax.attention import (
     AttentionState,
-    PageReads,
     decode_attention,
     extend,
     init_attention,
     init_carry,
-    init_reads,
     prefill_attention,
-    room_for,
 )
 from quest_jax.inputs import (
     as_batch,
@@ -47,6 +44,7 @@ from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.params import Params
 from quest_jax.plan import plan_generation
 from quest_jax.policies.base import Policy
+from quest_jax.reads import PageReads, init_reads, room_for
 from quest_jax.sampling import NO_TOKEN, Greedy, Sample, make_sampler, sample
 
 

@@ -11,10 +11,10 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Int
 
-from quest_jax.attention import PageReads, room_for
 from quest_jax.decode import DecodeState, decode_step, prefill, read_prompts
 from quest_jax.inputs import as_batch, as_params, as_size, inside_jit, is_traced
 from quest_jax.params import Params
+from quest_jax.reads import PageReads, room_for
 from quest_jax.sampling import NO_TOKEN
 from quest_jax.stats import DecodeStats, make_stats
 from quest_jax.tokenizer import Detokenizer, StopStrings, Tokenizer

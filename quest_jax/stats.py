@@ -4,11 +4,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from quest_jax.attention import PageReads
 from quest_jax.cache import Cache
 from quest_jax.decode import DecodeState
 from quest_jax.pallas_kernels.pages import pool_dtype, pool_shape
 from quest_jax.policies.base import Missed, Policy
+from quest_jax.reads import PageReads
 
 
 class ReadStats(struct.PyTreeNode):

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from quest_jax import DecodeState, DecodeStats, Greedy, Params, decode_step
-from quest_jax.attention import room_for
 from quest_jax.inputs import as_batch, as_size
+from quest_jax.reads import room_for
 from quest_jax.stats import make_stats
 
 Logits = Float[Array, "W B V"]

@@ -13,12 +13,13 @@ from jaxtyping import Array, Float, Int
 from rich.table import Table
 
 from quest_jax import Dense, Params, Policy, attend, extend, init_attention
-from quest_jax.attention import AttentionState, init_carry, init_reads
+from quest_jax.attention import AttentionState, init_carry
 from quest_jax.evals.capture import Captured, capture, listed
 from quest_jax.evals.contexts import groups
 from quest_jax.evals.mass import FIRST_LAYER
 from quest_jax.pallas_kernels.pages import gather_pages, pool_dtype, pool_shape
 from quest_jax.policies.exact import logits
+from quest_jax.reads import init_reads
 
 TOP = 10  # tokens whose recall is measured, as in the paper of Quest
 _CHUNK = 256
