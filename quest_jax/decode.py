@@ -44,7 +44,7 @@ from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.params import Params
 from quest_jax.plan import plan_generation
 from quest_jax.policies.base import Policy
-from quest_jax.reads import PageReads, init_reads, room_for
+from quest_jax.reads import PageReads, room_for, with_bounds
 from quest_jax.sampling import NO_TOKEN, Greedy, Sample, make_sampler, sample
 
 
@@ -377,10 +377,7 @@ def replace_policy(state: DecodeState, budget: int | None = None, *, policy: Pol
             "policy; prefill with it (policy=)."
         )
     cache = cache if policy.remembers else cache.replace(memory=None)
-    reads = attention.reads
-    if policy.diagnoses != (reads.missed is not None):
-        reads = init_reads(*reads.read.shape, diagnosed=policy.diagnoses)
-    carry = init_carry(policy, cache)
+    reads, carry = with_bounds(policy.diagnoses, attention.reads), init_carry(policy, cache)
     return state.replace(attention=attention.replace(policy=policy, cache=cache, carry=carry, reads=reads))
 
 

@@ -41,3 +41,10 @@ def init_reads(*shape: int, diagnosed: bool = False) -> PageReads:
 def room_for(steps: int, reads: PageReads) -> PageReads:
     """Makes counts of nothing read in ``steps`` steps, each like ``reads``."""
     return jax.tree.map(lambda one: jnp.zeros((steps, *one.shape), one.dtype), reads)
+
+
+def with_bounds(diagnosed: bool, reads: PageReads) -> PageReads:
+    """Returns ``reads``, or counts of nothing read where they have bounds and should not, or have none and should."""
+    if diagnosed == (reads.missed is not None):
+        return reads
+    return init_reads(*reads.read.shape, diagnosed=diagnosed)
