@@ -12,7 +12,7 @@ class Calibrate:
     """Measure what a method wants to know of a model: of its keys the principal components, by which Loki ranks.
 
     On the end of the shipped text, whose beginning `quest-jax eval` reads. `quest_jax.policies.basis.load_basis` reads
-    the file, and so does `--basis` of `eval fidelity` and `eval passkey`.
+    the file, and so does `--basis` of `eval fidelity` and the tasks of `eval`.
 
     Attributes:
       method: that is calibrated.
