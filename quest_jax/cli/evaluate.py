@@ -1,19 +1,13 @@
-"""``quest-jax eval``: fidelity, mass, needle, metadata, weights; tasks, layers and study have files of their own."""
+"""``quest-jax eval``: mass, needle, metadata, weights; the others have files of their own."""
 
 import dataclasses
-import json
-import pathlib
-from typing import TYPE_CHECKING
 
 from quest_jax.cli import eval_tasks
 from quest_jax.cli.common import Dtype, load_both
 from quest_jax.cli.common import Weights as Kind
+from quest_jax.cli.eval_fidelity import Fidelity
 from quest_jax.cli.eval_layers import Layers
 from quest_jax.cli.eval_study import Study
-from quest_jax.cli.methods_of import ALWAYS, policies_of
-
-if TYPE_CHECKING:
-    from quest_jax import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,62 +191,6 @@ class Weights:
         with counting("models", console) as progress:
             nll, found = weights.run(params, ids, self.kinds, progress=progress)
         Console().print(weights.table(params, nll, found, self.tokens))
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Fidelity:
-    """Measure what methods keep of dense attention while decoding prose, and the bytes they read for it.
-
-    Layer by layer, on the model's own queries, keys and values. `full`, `random`, `sink_window` and `oracle` are always
-    among the rows.
-
-    Attributes:
-      model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
-      methods: names of `quest-jax methods` that decode; all if none.
-      budgets: tokens that a method reads per layer and KV head.
-      basis: of `quest-jax calibrate loki`, for `loki`; without it that ranks by the basis of the text itself.
-      tokens: length of the text, of Moby-Dick.
-      queries: of the last tokens, decoded one by one.
-      page_size: tokens in a page of the cache.
-      dtype: of the weights and the cache.
-      json: write every number to this file too.
-    """
-
-    model: str = "smollm2-135m"
-    methods: tuple[str, ...] = ()
-    budgets: tuple[int, ...] = (256, 512, 1024)
-    basis: pathlib.Path | None = None
-    tokens: int = 3072
-    queries: int = 64
-    page_size: int = 16
-    dtype: Dtype = "float32"
-    json: pathlib.Path | None = None
-
-    def run(self) -> int:
-        """Prints the table."""
-        from rich.console import Console
-
-        from quest_jax.evals import fidelity, mass
-        from quest_jax.policies import registry
-        from quest_jax.progress import counting, stderr_console
-
-        names = self.methods or [name for name, one in registry.methods().items() if "decode" in one.phases]
-        policies: dict[str, Policy] = {}
-        for name in dict.fromkeys((*ALWAYS["decode"], *names)):
-            policies |= policies_of(name, self.budgets, self.page_size, self.basis)
-        console = stderr_console()
-        params, tokenizer = load_both(self.model, self.dtype, console)
-        with counting("layers", console) as progress:
-            ids = mass.prose(tokenizer, self.tokens)
-            found = fidelity.run(
-                params, ids, policies, queries=self.queries, page_size=self.page_size, progress=progress
-            )
-        if self.json is not None:
-            about = {"model": self.model, "tokens": self.tokens, "queries": self.queries, "page_size": self.page_size}
-            text = json.dumps(about | {"dtype": self.dtype, "rows": fidelity.as_json(found)}, indent=1)
-            self.json.write_text(text + "\n", encoding="utf-8")
-        Console().print(fidelity.table(found, self.tokens, self.queries))
         return 0
 
 

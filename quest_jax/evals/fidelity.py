@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
-from rich.table import Table
 
 from quest_jax import Dense, Params, Policy, attend, extend, init_attention
 from quest_jax.attention import AttentionState, init_carry
@@ -254,18 +253,6 @@ def _joined(values: list[Any], has_needle: bool) -> Fidelity:
         most = np.argsort(-looked.ravel(), kind="stable")[: max(1, looked.size // 10)]
         needle = float(found.ravel()[most].mean())
     return Fidelity(mass, recall, error, share, union_share, needle)
-
-
-def table(found: Mapping[str, Fidelity], n_tokens: int, queries: int) -> Table:
-    """Lays methods out, by bytes read."""
-    shown = Table(title=f"decoding the last {queries} of {n_tokens} tokens", title_justify="left")
-    shown.add_column("method, budget")
-    for heading in ("bytes of dense", "mass", f"recall of {TOP}", "output error"):
-        shown.add_column(heading, justify="right")
-    for name, one in found.items():
-        numbers = (f"{x.mean():.3f}" for x in (one.mass, one.recall, one.error))
-        shown.add_row(name, f"{one.share:.0%}", *numbers)
-    return shown
 
 
 def as_json(found: Mapping[str, Fidelity]) -> dict[str, Any]:

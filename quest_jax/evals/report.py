@@ -10,6 +10,9 @@ from quest_jax.evals.interval import Interval, bootstrap
 from quest_jax.evals.retention import Found
 from quest_jax.tables import Table
 
+# (bytes read over those of dense attention, value, lower end, upper end)
+Points = list[tuple[float, float, float, float]]
+
 # Neighbouring tokens are not independent: the bootstrap draws stretches of so many.
 _STRETCH = 16
 
@@ -118,12 +121,12 @@ def _plain(value: Any) -> Any:
     return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def curves(lines: Sequence[Row], of: str, mode: str = "sparse") -> dict[str, list[tuple[float, float, float, float]]]:
+def curves(lines: Sequence[Row], of: str, mode: str = "sparse") -> dict[str, Points]:
     """Points for :func:`quest_jax.evals.plots.against_bytes`: ``of`` ``right``, ``kept``, ``gap``, ``kl`` or ``agree``.
 
     Rows without this value are left out.
     """
-    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    points: dict[str, Points] = {}
     for line in lines:
         value = getattr(line, of)
         value = value.get(mode) if isinstance(value, dict) else value

@@ -7,12 +7,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from quest_jax import Params, Policy, Quest
-from quest_jax.evals import fidelity, retention
-from quest_jax.evals.capture import capture
+from quest_jax.evals import fidelity_cells, retention
 from quest_jax.evals.contexts import Context, gather, pieces
+from quest_jax.evals.fidelity import Fidelity
 from quest_jax.evals.needle import shipped_text, split_sentences
 from quest_jax.evals.retention import Found
 from quest_jax.evals.samples import Encoder
@@ -25,7 +23,6 @@ from quest_jax.tokenizer import Tokenizer
 # Those that are compared where comparing all would take too long: the default, the paper's ranking, and the rows that
 # any table needs.
 FEW = ("full", "quest", "quest_box", "quest_per_head", "oracle_pages", "oracle", "sink_window", "random", "h2o")
-_TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Study:
     """
 
     sizes: Sizes
-    attention: dict[int, dict[str, list[fidelity.Fidelity]]] = dataclasses.field(default_factory=dict)
+    attention: dict[int, dict[str, list[Fidelity]]] = dataclasses.field(default_factory=dict)
     kept: dict[str, dict[str, Found]] = dataclasses.field(default_factory=dict)
     contexts: dict[str, list[Context]] = dataclasses.field(default_factory=dict)
 
@@ -146,18 +143,19 @@ def run(
         if part == "fidelity":
             for size in (16, *sizes.page_sizes):
                 measured = every if size == 16 else {"full": every["full"]} | quests
-                study.attention[size] = _fidelity(
-                    params,
-                    tokenizer,
-                    store,
-                    contexts[: sizes.fidelity_texts],
-                    measured,
-                    sizes,
-                    size,
-                    about,
-                    progress,
-                    report,
-                )
+                study.attention[size] = {name: [] for name in measured}
+                for number, context in enumerate(contexts[: sizes.fidelity_texts]):
+                    if report is not None:
+                        report(f"fidelity, pages of {size}, text {number + 1}")
+                    # Its end, and the question for its first fact.
+                    asked = context.asked[0]
+                    found = fidelity_cells.measure(
+                        params, [*context.ids, *asked.ids], measured, store=store, settings=about | {"text": number},
+                        queries=sizes.queries, page_size=size, progress=progress,
+                        needle=_needle(tokenizer, asked.sample.context, asked.sample.answers[0]),
+                    )  # fmt: skip
+                    for name, one in found.items():
+                        study.attention[size][name].append(one)
         elif part == "decode":
             keep("decode", contexts, every)
         elif part == "pages":
@@ -205,39 +203,6 @@ def facts_contexts(tokenizer: Encoder, tokens: int, contexts: int, following: in
         after = prose[prose.index(last) + len(last) :]
         ids = tokenizer.encode(after[: 20 * following], add_special_tokens=False)
         found.append(context._replace(following=tuple(ids[:following])))
-    return found
-
-
-def _fidelity(params, tokenizer, store, contexts, policies, sizes, page_size, about, progress, report):
-    """By name, a Fidelity for each context: of its end and the question for its first fact."""
-    found: dict[str, list[fidelity.Fidelity]] = {name: [] for name in policies}
-    for number, context in enumerate(contexts):
-        asked = context.asked[0]
-        ids = [*context.ids, *asked.ids]
-        needle = _needle(tokenizer, asked.sample.context, asked.sample.answers[0])
-
-        def key(name: str, number: int = number) -> dict[str, Any]:
-            own = {"task": "fidelity", "method": name, "page_size": page_size, "queries": sizes.queries}
-            return about | own | {"text": number}
-
-        if report is not None:
-            report(f"fidelity, pages of {page_size}, text {number + 1}")
-        missing = [name for name in policies if store.get(key(name)) is None]
-        captured = capture(params, ids, page_size) if missing else None
-        for at in range(0, len(missing), _TOGETHER):
-            together = {name: policies[name] for name in missing[at : at + _TOGETHER]}
-            measured = fidelity.run(
-                params, ids, together, queries=sizes.queries, page_size=page_size, needle=needle, found=captured
-            )
-            for name, one in measured.items():
-                arrays = {field: getattr(one, field).round(5).tolist() for field in ("mass", "recall", "error")}
-                store.put(key(name), one._asdict() | arrays)
-            if progress is not None:
-                progress(at + len(together), len(missing))
-        for name in policies:
-            cell = store.get(key(name))
-            arrays = {field: np.asarray(cell[field]) for field in ("mass", "recall", "error")}
-            found[name].append(fidelity.Fidelity(**cell | arrays))
     return found
 
 

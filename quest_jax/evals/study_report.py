@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from quest_jax.evals import plots, report
-from quest_jax.evals.fidelity import Fidelity
+from quest_jax.evals import fidelity_cells, plots, report
+from quest_jax.evals.fidelity import FIRST_LAYER
 from quest_jax.evals.interval import Interval, bootstrap
 from quest_jax.evals.report import Row
 from quest_jax.evals.retention import Found
@@ -38,7 +38,9 @@ def tables(study: Study) -> dict[str, Table]:
     if "decode" in study.kept:
         found["against"] = against(study.kept["decode"])
     if 16 in study.attention:
-        found["fidelity"] = _fidelity_table(study.attention[16], f"attention kept, the last {sizes.queries} tokens")
+        about = f"the last {sizes.queries} tokens of {sizes.fidelity_texts} texts of {sizes.tokens}"
+        title = f"attention kept, {about}; means over layers from the third on, and heads"
+        found["fidelity"] = fidelity_cells.table(study.attention[16], title)
     pages = _pages(study)
     if pages:
         found["pages"] = Table("Quest by page size", *_pages_cells(study, pages))
@@ -106,27 +108,6 @@ def _signed(one: Interval, digits: int) -> str:
     return f"{mean:+.{digits}f}{star} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
-def mean_of(texts: Sequence[Fidelity], field: str) -> float:
-    """The mean of a figure over texts, layers and heads."""
-    return float(np.mean([np.mean(getattr(one, field)) for one in texts]))
-
-
-def _fidelity_table(found: Mapping[str, Sequence[Fidelity]], title: str) -> Table:
-    headings = [
-        "method, budget", "bytes of dense", "by a group at once", "mass", "recall of 10", "output error", "needle read",
-    ]  # fmt: skip
-    rows = [
-        [
-            name, f"{mean_of(texts, 'share'):.1%}", f"{mean_of(texts, 'union'):.1%}",
-            *(f"{mean_of(texts, field):.3f}" for field in ("mass", "recall", "error")),
-            f"{mean_of(texts, 'needle'):.2f}",
-        ]
-        for name, texts in found.items()
-    ]  # fmt: skip
-    texts = len(next(iter(found.values())))
-    return Table(f"{title} of {texts} texts, mean over layers from the third on and heads", headings, rows)
-
-
 def _pages(study: Study) -> dict[int, dict[str, Found]]:
     """What Quest kept, by page size."""
     sizes = {size: study.kept.get(f"page {size}") for size in study.sizes.page_sizes}
@@ -140,7 +121,7 @@ def _pages_cells(study: Study, pages: Mapping[int, Mapping[str, Found]]) -> tupl
         headings, cells = report.cells(report.rows(quests))
         attention = study.attention.get(size)
         for row in cells:
-            kept = "-" if attention is None else f"{mean_of(attention[row[0]], 'mass'):.3f}"
+            kept = "-" if attention is None else f"{fidelity_cells.mean_of(attention[row[0]], 'mass'):.3f}"
             rows += [[f"page {size}, {row[0]}", row[1], kept, *row[2:]]] if row[0] != "full" else []
     return [headings[0], headings[1], "mass", *headings[2:]], rows
 
@@ -202,14 +183,17 @@ def draw(folder: pathlib.Path, study: Study) -> None:
             _draw_rows(report.rows(study.kept[part]), part, title, path)
     if 16 in study.attention:
         middle = study.sizes.budgets[min(1, len(study.sizes.budgets) - 1)]
-        curves = {
-            method: np.mean([one.mass.mean(axis=1) for one in study.attention[16][f"{method} {middle}"]], axis=0)
-            for method in SHOWN
-            if f"{method} {middle}" in study.attention[16]
+        shown = {
+            name: texts for name, texts in study.attention[16].items() if name in {f"{one} {middle}" for one in SHOWN}
         }
-        by_layer = {method: [float(value) for value in values] for method, values in curves.items()}
-        plots.by_layer(by_layer, path("layers"), ylabel="attention on what was read", first_layer=2,
-                       title=f"budget of {middle} tokens")  # fmt: skip
+        plots.by_layer(
+            fidelity_cells.by_layer(shown, "mass"), path("layers"), ylabel="attention on what was read",
+            first_layer=FIRST_LAYER, title=f"budget of {middle} tokens",
+        )  # fmt: skip
+        masses = fidelity_cells.curves(study.attention[16], "mass")
+        masses = {name: points for name, points in masses.items() if name != "full"}
+        named = [name for name in SHOWN if name in masses]
+        plots.against_bytes(masses, path("mass"), ylabel="attention on what was read", highlight=named)
     pages = _pages(study)
     if len(pages) > 1:
         kls = {
