@@ -62,7 +62,8 @@ def measure(
 
 
 def _read(cell: Mapping[str, Any]) -> Fidelity:
-    return Fidelity(**dict(cell) | {field: np.asarray(cell[field]) for field in _ARRAYS})
+    fields: dict[str, Any] = dict(cell) | {field: np.asarray(cell[field]) for field in _ARRAYS}
+    return Fidelity(**fields)
 
 
 def mean_of(texts: Sequence[Fidelity], field: str) -> float:
@@ -89,16 +90,17 @@ def curves(found: Mapping[str, Sequence[Fidelity]], field: str) -> dict[str, Poi
     """Points for :func:`quest_jax.evals.plots.against_bytes`, the interval being the quartiles over layers."""
     points: dict[str, Points] = {}
     for name, texts in found.items():
-        by_layer = np.mean([getattr(one, field).mean(axis=1) for one in texts], axis=0)
-        low, high = np.quantile(by_layer, [0.25, 0.75])
-        one = mean_of(texts, "share"), float(by_layer.mean()), float(low), float(high)
+        values = _by_layer(texts, field)
+        low, high = np.quantile(values, [0.25, 0.75])
+        one = mean_of(texts, "share"), float(values.mean()), float(low), float(high)
         points.setdefault(name.rsplit(" ", 1)[0], []).append(one)
     return points
 
 
 def by_layer(found: Mapping[str, Sequence[Fidelity]], field: str) -> dict[str, list[float]]:
     """A value a layer for :func:`quest_jax.evals.plots.by_layer`, means over texts and heads."""
-    means = {
-        name: np.mean([getattr(one, field).mean(axis=1) for one in texts], axis=0) for name, texts in found.items()
-    }
-    return {name: [float(value) for value in values] for name, values in means.items()}
+    return {name: [float(value) for value in _by_layer(texts, field)] for name, texts in found.items()}
+
+
+def _by_layer(texts: Sequence[Fidelity], field: str) -> np.ndarray:
+    return np.mean([getattr(one, field).mean(axis=1) for one in texts], axis=0)
