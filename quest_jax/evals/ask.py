@@ -121,6 +121,11 @@ def follow(params: Params, state: DecodeState, texts: Sequence[Sequence[int]], r
     return Followed(nll, kl, agree, make_stats(state, jax.tree.map(lambda read: read[:steps], reads)))
 
 
+def forget_programs() -> None:
+    """Frees the compiled programs of the policies so far: those of a model of 30 layers take hundreds of MB each."""
+    _run.clear_cache()
+
+
 def _check(params, state, questions, max_new_tokens, reference, room=0):
     """Returns the questions, padded with room for the answers, their lengths, and the steps to run."""
     if not isinstance(state.sampler, Greedy) or state.eos.tolist() != [-1]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from quest_jax import DecodeState, Dense, Params, Policy, replace_policy
 from quest_jax.evals import metrics
-from quest_jax.evals.ask import ask, follow, predict
+from quest_jax.evals.ask import ask, follow, forget_programs, predict
 from quest_jax.evals.contexts import Context, groups, prefilled, read_on
 from quest_jax.evals.samples import Decoder
 from quest_jax.evals.store import Store
@@ -145,6 +145,7 @@ def _measure(
                 name: state if prefills else replace_policy(state, policy=policy) for name, policy in together.items()
             }
             yield from _of_group(params, tokenizer, part, filled, state, states, modes, reference).items()
+            forget_programs()
         del state
 
 
