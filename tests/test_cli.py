@@ -231,10 +231,10 @@ def test_doctor_prints_json(run):
 @pytest.mark.slow
 def test_eval_passkey_prints_a_table(run, model):
     code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
-                         "--budgets", 64, 2048, "--methods", "quest", "h2o")  # fmt: skip
+                         "--budgets", 64, "--methods", "quest", "h2o")  # fmt: skip
     assert (code, err) == (0, "")
     assert "passkey, 3 questions about" in " ".join(out.split())
-    assert all(name in out for name in ("full", "quest 64", "quest 2048", "h2o 64", "h2o 2048", "oracle 64"))
+    assert all(name in out for name in ("full", "quest 64", "h2o 64", "oracle 64"))
 
 
 @pytest.mark.slow
@@ -370,4 +370,5 @@ def test_a_group_without_a_command_lists_its_commands(group, capsys):
         cli.main([group])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert all(command in said for command in cli.GROUPS[group][0])
+    commands = importlib.import_module(f"quest_jax.cli.{cli.GROUPS[group][0]}").COMMANDS
+    assert len(commands) > 5 and all(command in said for command in commands)

@@ -5,13 +5,13 @@ for goes to stdout, everything about it to stderr.
 """
 
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from quest_jax import __version__
-from quest_jax.cli import bench, evaluate
 from quest_jax.cli.calibrate import Calibrate
 from quest_jax.cli.demo import Demo
 from quest_jax.cli.doctor import Doctor
@@ -64,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-# Commands with commands of their own, and what the list of all says about them.
+# Commands with commands of their own, the module that has them, and what the list of all says about them.
 GROUPS = {
     "eval": (
-        evaluate.COMMANDS,
+        "evaluate",
         "Measure what methods keep of dense attention: tasks, perplexity, fidelity, layers, study and more.",
     ),
     "bench": (
-        bench.COMMANDS,
+        "bench",
         "Time a method against dense attention: decode, prefill, generate, ops, breakdown, calibrate, compare.",
     ),
 }
@@ -84,8 +84,9 @@ def _parse(argv: list[str]) -> Command:
         raise ImportError('the command line needs tyro; pip install "quest-jax[cli]"') from error
     prog, app = "quest-jax", tyro.extras.SubcommandApp()
     if argv and argv[0] in GROUPS:
-        prog, commands = f"{prog} {argv[0]}", GROUPS[argv[0]][0]
-        description, argv = GROUPS[argv[0]][1], argv[1:]
+        module, description = GROUPS[argv[0]]
+        commands = importlib.import_module(f"quest_jax.cli.{module}").COMMANDS
+        prog, argv = f"{prog} {argv[0]}", argv[1:]
     else:
         # A group is handled above; it is here for the list of all.
         groups = {
