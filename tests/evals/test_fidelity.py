@@ -22,6 +22,7 @@ def measured(**policies):
     return fidelity.run(tiny(), IDS, policies, queries=QUERIES, page_size=PAGE)
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_window_are_those_of_numpy():
     params, policy = tiny(), SinkWindow(40)
     found = measured(window=policy)["window"]
@@ -50,6 +51,7 @@ def test_the_figures_of_a_window_are_those_of_numpy():
     assert found.share == pytest.approx(40 * QUERIES / lengths.sum())
 
 
+@pytest.mark.slow
 def test_what_a_sound_method_must_show():
     found = measured(full=quest_jax.Dense(), oracle=Oracle(40), blind=Random(40), quest=quest_jax.Quest(40),
                      h2o=H2O(40), sparq=SparQ(40), all=H2O(512))  # fmt: skip
@@ -76,6 +78,7 @@ def test_lists_per_head_are_counted_once_where_a_group_reads_together():
     assert lists < found["own"].union - scoring < 0.97 * 3 * lists
 
 
+@pytest.mark.slow
 def test_the_needle_counts_in_the_heads_that_look_at_it():
     start, end = 17, 22
     far, policies = SinkWindow(40), {"oracle": Oracle(40), "sink": SinkWindow(100, sink=60), "half": Oracle(150)}

@@ -12,6 +12,8 @@ from quest_jax.policies import registry
 from quest_jax.policies.h2o import H2O
 from tests.models_for_tests import CONFIG, tiny
 
+pytestmark = pytest.mark.slow
+
 
 class NumberTokenizer:
     """Texts are numbers with blanks between them."""
@@ -40,7 +42,7 @@ def draw(answers=("1", "2", "3", "4", "5")):
     return [one._replace(following=text) for one, text in zip(found, following, strict=True)]
 
 
-POLICIES = {"full": Dense(), "quest 32": Quest(32), "h2o 24": H2O(24), "h2o 48": H2O(48)}
+POLICIES = {"full": Dense(), "quest 32": Quest(32), "h2o 24": H2O(24)}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,6 @@ def alone(policy, context):
     return prefill(tiny(), [list(context.ids)], policy=policy, capacity=160, eos_token_ids=())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_answers_are_those_of_each_question_alone(found, name):
     strict, read = [], []
@@ -68,7 +69,6 @@ def test_answers_are_those_of_each_question_alone(found, name):
     assert found[name].answers == {"sparse": [*map(decode, strict)], "dense": [*map(decode, read)]}
 
 
-@pytest.mark.slow
 def test_the_text_is_fed_by_the_method(found):
     context = draw()[0]
     for name in ("quest 32", "h2o 24"):
@@ -83,7 +83,6 @@ def test_the_text_is_fed_by_the_method(found):
     assert min(map(min, found["full"].agree)) == 1
 
 
-@pytest.mark.slow
 def test_a_method_of_prefill_reads_context_and_question(found):
     policies = {"full": Dense(), "quoka 16": QuoKA(16, chunk=32)}
     read = retention.run(
@@ -102,7 +101,7 @@ def test_a_method_of_prefill_reads_context_and_question(found):
 
 def test_bytes_are_those_of_the_method_and_of_dense(found):
     assert found["full"].share == 1
-    assert 0.3 < found["quest 32"].share < 1 and 0.3 < found["h2o 24"].share < found["h2o 48"].share
+    assert 0.3 < found["quest 32"].share < 1 and 0.3 < found["h2o 24"].share < 1
     assert found["quest 32"].dense == found["full"].dense
 
 
