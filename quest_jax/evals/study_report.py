@@ -42,7 +42,7 @@ def tables(study: Study) -> dict[str, Table]:
         title = f"attention kept, {about}; means over layers from the third on, and heads"
         found["fidelity"] = fidelity_cells.table(study.attention[16], title)
     pages = _pages(study)
-    if pages:
+    if len(pages) > 1:
         found["pages"] = Table("Quest by page size", *_pages_cells(study, pages))
     lengths = [length for length in sizes.lengths if f"map {length}" in study.kept]
     if lengths:
