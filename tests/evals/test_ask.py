@@ -82,6 +82,7 @@ def test_a_state_that_samples_or_stops_is_refused(params, state, wrong):
 TEXTS = [[5, 9, 8, 3], [1, 2, 3, 5, 7, 6, 5]]
 
 
+@pytest.mark.slow
 def test_a_text_is_measured_against_another_policys_logits(params, state):
     sparse = replace_policy(state, policy=Quest(32))
     exact, found = predict(params, state, TEXTS), predict(params, sparse, TEXTS)
@@ -105,6 +106,7 @@ def test_a_text_is_measured_against_another_policys_logits(params, state):
     assert np.nanmin(same.agree) == 1
 
 
+@pytest.mark.slow
 def test_questions_and_texts_share_a_program_by_their_reference(params, state):
     reference = predict(params, state, TEXTS, room=40)
     assert reference.shape == (40, 2, CONFIG.vocab_size) and not np.asarray(reference[7:]).any()
