@@ -1,5 +1,6 @@
 """``quest-jax eval`` of a task: questions about long contexts, answered by every method."""
 
+import abc
 import dataclasses
 import json
 import pathlib
@@ -21,7 +22,7 @@ Question = Literal["sparse", "dense", "both"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(abc.ABC):
     """What all evaluations of answers and texts have in common.
 
     Attributes:
@@ -73,14 +74,14 @@ class Evaluation:
             self._write(made, found, console)
         return 0
 
+    @abc.abstractmethod
     def contexts(self, tokenizer: "Tokenizer", tokens: int) -> "list[Context]":
         """What is asked, or followed."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def modes(self) -> tuple[Any, ...]:
         """Of :mod:`quest_jax.evals.retention`."""
-        raise NotImplementedError
 
     def _policies(self, tokens: int) -> "dict[str, Policy]":
         budgets, phase = self.budgets or (tokens // 2, tokens // 4), "prefill" if self.prefill else "decode"
@@ -144,6 +145,7 @@ class Evaluation:
         except ImportError as error:
             console.print(f"no plots: {error}", highlight=False)
 
+    @abc.abstractmethod
     def draw(
         self, made: "dict[int, list[Context]]", found: "dict[int, dict[str, Found]]", rows: "dict[int, list[Row]]"
     ) -> None:
@@ -152,7 +154,6 @@ class Evaluation:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
