@@ -261,7 +261,7 @@ def test_eval_perplexity_of_a_file(run, model, tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question. " * 9)
     options = ("eval", "perplexity", "--model", model, "--text", tmp_path / "text.txt", "--budgets", 32)
     code, out, _ = run(*options, "--tokens", 120, "--texts", 2, "--out", tmp_path / "out")
-    assert code == 0 and "236 tokens of 2 texts" in " ".join(out.split()) and "NLL gap" in out
+    assert code == 0 and "236 tokens of 2 texts" in " ".join(out.split()) and "perplexity" in out
     rows = json.loads((tmp_path / "out" / "perplexity.json").read_text())["lengths"][0]["rows"]
     assert rows[0]["gap"]["mean"] == 0 and [len(row) for row in rows[-1]["found"]["nll"]] == [118, 118]
     assert "got 387" in run(*options, "--tokens", 400)[2]

@@ -86,5 +86,5 @@ class Fidelity:
                     title=title,
                 )  # fmt: skip
         except ImportError as error:
-            console.print(f"no plots: {error}", highlight=False)
+            console.print(f"no plots: {error}", highlight=False, markup=False)
         return 0

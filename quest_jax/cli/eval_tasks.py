@@ -143,7 +143,7 @@ class Evaluation(abc.ABC):
         try:
             self.draw(made, found, rows)
         except ImportError as error:
-            console.print(f"no plots: {error}", highlight=False)
+            console.print(f"no plots: {error}", highlight=False, markup=False)
 
     @abc.abstractmethod
     def draw(

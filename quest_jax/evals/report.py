@@ -26,6 +26,7 @@ class Row(NamedTuple):
       right: mean score by mode, ``sparse`` and ``dense``.
       kept: of the questions that dense attention answers, the share answered here too, by mode; one that is answered
         better counts as 1. None where dense answers nothing.
+      perplexity: of the text.
       gap: what the mean negative log-likelihood of the text is above that of dense attention, in nats.
       kl: divergence from dense attention's next-token distributions, in nats.
       agree: share of the tokens at which the likeliest is that of dense attention.
@@ -35,6 +36,7 @@ class Row(NamedTuple):
     share: float
     right: dict[str, Interval]
     kept: dict[str, Interval | None]
+    perplexity: float | None
     gap: Interval | None
     kl: Interval | None
     agree: Interval | None
@@ -54,11 +56,12 @@ def _row(name: str, one: Found, dense: Found) -> Row:
     right = {mode: bootstrap(scores) for mode, scores in one.scores.items()}
     kept = {mode: _kept(scores, dense.scores[mode]) for mode, scores in one.scores.items()}
     if not one.nll:
-        return Row(name, one.share, right, kept, None, None, None)
+        return Row(name, one.share, right, kept, None, None, None, None)
     at = [1000 * row + token // _STRETCH for row, values in enumerate(one.nll) for token in range(len(values))]
     gap = np.concatenate(one.nll) - np.concatenate(dense.nll)
     text = (bootstrap(np.asarray(values).tolist(), at) for values in (gap, sum(one.kl, []), sum(one.agree, [])))
-    return Row(name, one.share, right, kept, *text)
+    perplexity = float(np.exp(np.concatenate(one.nll).mean()))
+    return Row(name, one.share, right, kept, perplexity, *text)
 
 
 def _kept(scores: Sequence[float], dense: Sequence[float]) -> Interval | None:
@@ -68,7 +71,7 @@ def _kept(scores: Sequence[float], dense: Sequence[float]) -> Interval | None:
 
 HEADINGS = {
     "sparse": ("right", "of dense's"), "dense": ("question dense: right", "of dense's"),
-    "text": ("NLL gap", "KL", "same token"),
+    "text": ("perplexity", "NLL gap", "KL", "same token"),
 }  # fmt: skip
 
 
@@ -84,6 +87,7 @@ def cells(lines: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         for mode in modes:
             cell += [_percent(line.right[mode]), _percent(line.kept[mode])]
         if texts:
+            cell += ["-" if line.perplexity is None else f"{line.perplexity:.2f}"]
             cell += [_number(line.gap), _number(line.kl), _percent(line.agree)]
         found.append(cell)
     return headings, found
@@ -106,7 +110,8 @@ def as_json(found: Mapping[str, Found], lines: Sequence[Row]) -> list[dict[str, 
     """Every number, of all questions and tokens too."""
     return [
         {
-            "name": line.name, "share": line.share, "right": _plain(line.right), "kept": _plain(line.kept),
+            "name": line.name, "share": line.share, "perplexity": line.perplexity,
+            "right": _plain(line.right), "kept": _plain(line.kept),
             **{key: _plain(getattr(line, key)) for key in ("gap", "kl", "agree")},
             "found": {key: value for key, value in found[line.name]._asdict().items() if key != "answers"},
             "answers": found[line.name].answers,

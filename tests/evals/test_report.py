@@ -33,6 +33,7 @@ def test_means_and_what_is_kept_of_dense():
     assert quest.kept["sparse"].mean == pytest.approx(2 / 3)
     assert quest.kept["sparse"].low == 0 and quest.kept["sparse"].high == 1
     assert more.kept["sparse"][:] == (1, 1, 1) and full.kept["dense"][:] == (1, 1, 1)
+    assert full.perplexity == pytest.approx(np.exp(2)) and quest.perplexity == pytest.approx(np.exp(2.5))
     assert quest.gap.mean == pytest.approx(0.5) and full.gap.mean == 0 and quest.kl.mean == 0.25
 
 
