@@ -25,6 +25,7 @@ from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import Layout, as_tokens, pool_shape
 from quest_jax.policies.base import Dense, LayerView, Missed, Policy, Sizes, by_row, checked
 from quest_jax.policies.compact import as_slots, is_compact, place_token
+from quest_jax.policies.lists import marked
 from quest_jax.reads import PageReads, init_reads
 
 
@@ -315,10 +316,8 @@ def _keep(state, memory):
 
 def _tokens_in(selection, unit, kv_heads, capacity):
     """bool ``[B, K, L]``: the tokens of the lists, of any list of a KV head."""
-    rows, lists, _ = selection.pages.shape
-    live = jnp.arange(selection.pages.shape[-1]) < selection.counts[..., None]
-    at = jnp.arange(rows)[:, None, None], jnp.arange(lists)[:, None] * kv_heads // lists, selection.pages
-    listed = jnp.zeros((rows, kv_heads, capacity // unit), bool).at[at].max(live)
+    listed = marked(selection, capacity // unit)
+    listed = listed.reshape(len(listed), kv_heads, -1, listed.shape[-1]).any(axis=2)
     return jnp.repeat(listed, unit, axis=-1)
 
 
