@@ -207,6 +207,7 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
     if sinks is not None and sinks.shape != (q.shape[2],):
         raise ValueError(f"attend: expected sinks [{q.shape[2]}], one a query head, got {sinks.shape}.")
     layer = int(layer)
+    its_own = policy is state.policy
     policy = policy.at(layer, len(cache.kv))
     if policy.carries and state.carry is None:
         raise ValueError(
@@ -219,8 +220,8 @@ def _attend_by(policy, layer, q, k, v, state, window, sinks):
             f"got layer {layer}, which has a window of {window}; name others, selecting=."
         )
     if window is not None and window >= state.cache.capacity:
-        window, policy = None, Dense()  # sees everything, and is not sparsified
-    if is_compact(state.view(layer).memory) and (q.shape[1] != 1 or policy is not state.policy or window):
+        window, policy, its_own = None, Dense(), False  # sees everything, and is not sparsified
+    if is_compact(state.view(layer).memory) and (q.shape[1] != 1 or not its_own or window):
         raise NotImplementedError(
             f"attend: a compact layer takes one token at a time, by {type(state.policy).__name__}, without a window; "
             "feed_tokens does so, and a state that is not compact takes several."

@@ -34,6 +34,7 @@ from quest_jax.inputs import (
     as_size,
     as_state,
     bucket,
+    check_model,
     inside_jit,
     is_traced,
     short_chunk,
@@ -431,9 +432,7 @@ _feed_all_jit = jax.jit(_feed_all)
 
 def _run(params, state, tokens, n_new, attend, rope_lengths):
     config, cache = params.config, state.attention.cache
-    wanted, got = (config.n_layers, config.n_kv_heads, config.head_dim), cache.model_shape
-    if wanted != got:
-        raise ValueError(f"expected a state of a model with (layers, KV heads, head dim) {wanted}, got one of {got}.")
+    check_model(config, cache)
     attention = extend(state.attention, n_new)
     positions = attention.starts[:, None] + jnp.arange(tokens.shape[1])
     rope_lengths = attention.cache.lengths if rope_lengths is None else rope_lengths

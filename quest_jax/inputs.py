@@ -8,6 +8,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from quest_jax.cache import Cache
+from quest_jax.models.config import LlamaConfig
 from quest_jax.params import Params
 from quest_jax.policies.base import Policy, checked
 from quest_jax.policies.quest import Quest
@@ -107,6 +109,13 @@ def as_state(state: Any) -> None:
     """Raises TypeError where ``state`` is not what prefill returns; that it is traced is fine."""
     if not all(hasattr(state, name) for name in ("attention", "logits", "done", "sampler")):
         raise TypeError(f"state: expected what quest_jax.prefill returns, got {type(state).__name__}.")
+
+
+def check_model(config: LlamaConfig, cache: Cache) -> None:
+    """Raises ValueError where a state's cache is not of this model."""
+    wanted, got = (config.n_layers, config.n_kv_heads, config.head_dim), cache.model_shape
+    if wanted != got:
+        raise ValueError(f"expected a state of a model with (layers, KV heads, head dim) {wanted}, got one of {got}.")
 
 
 def as_policy(budget: Any, policy: Any, page_size: int) -> Policy:

@@ -100,12 +100,14 @@ def make_stats(state: DecodeState, reads: PageReads, prefill: PageReads | None =
       reads: of the decode steps, ``[steps, layers, B]``.
       prefill: of the chunks of the prompt, ``[chunks, layers, B]``.
     """
-    cache, policies = state.attention.cache, state.attention
-    stats = DecodeStats(reads, *_sizes(policies.policy, cache))
-    if prefill is None:
-        return stats
-    prefill = prefill.replace(missed=None)  # no policy for prompts diagnoses
-    return stats.replace(prefill=ReadStats(prefill, *_sizes(policies.prefill_policy, cache)))
+    stats = DecodeStats(reads, *_sizes(state.attention.policy, state.attention.cache))
+    return stats if prefill is None else stats.replace(prefill=prompt_stats(state, prefill))
+
+
+def prompt_stats(state: DecodeState, reads: PageReads) -> ReadStats:
+    """The same of the chunks of a prompt alone."""
+    reads = reads.replace(missed=None)  # no policy for prompts diagnoses
+    return ReadStats(reads, *_sizes(state.attention.prefill_policy, state.attention.cache))
 
 
 def _sizes(policy: Policy, cache: Cache) -> tuple[int, int]:

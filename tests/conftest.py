@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import contextlib
+import gc
 import itertools
 import pathlib
 import shutil
@@ -26,18 +27,33 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile("repeatable")
 
 
+# Tracing makes many objects that live: looking through them for cycles after every 700 takes a tenth of a run.
+gc.set_threshold(10_000, 10, 10)
+
 # Linux gives a process 65,530 memory maps and XLA's CPU client takes several for every compiled program; where they run
 # out, the process dies. Half of a whole run would need more. Counting reads a long file: not after every test.
 MAPS = pathlib.Path("/proc/self/maps")
 tests_run, looked = itertools.count(1), itertools.count()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="run at most so many parameter sets of a test, spread evenly")
+
+
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
+def pytest_collection_modifyitems(config, items):
     """Longest first: a worker that begins a test of minutes when all others are done leaves the others idle.
 
     With ``--dist worksteal`` every worker begins with a run of the list of its own. Each gets its share of the longest,
     and whole files, whose tests compile the same programs.
     """
+    if most := config.getoption("cases"):
+        cases = {}
+        for item in items:
+            cases.setdefault((item.path, item.cls, item.originalname), []).append(item)
+        kept = {one[round(i * (len(one) - 1) / max(most - 1, 1))] for one in cases.values() for i in range(most)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     shares = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
     files = {}
     for item in items:
@@ -92,19 +108,20 @@ def programs_are_shared(programs):
                     os.link(other / name, programs / name)
 
 
-# What LLVM makes of a program is checked here, and by what runs a real model. Elsewhere a program compiles without most
-# of its passes, in three quarters of the time.
+# What LLVM makes of a program is checked here: kernels, models, memory, and what measures a real model. Elsewhere a
+# program compiles without most of its passes, in two thirds of the time.
 OPTIMIZED = {
-    "pallas_kernels", "models", "parity", "bench", "aot", "test_real_model.py", "test_cache.py", "test_plan.py",
-    "test_memory.py", "test_compilation.py", "test_demo.py", "test_examples.py", "test_attention.py",
-    "test_passkey.py", "test_mass.py", "test_weights.py", "test_queries.py", "test_doctests.py", "test_load.py",
+    "pallas_kernels", "models", "parity", "aot", "test_plan.py", "test_memory.py", "test_demo.py", "test_attention.py",
+    "test_passkey.py", "test_mass.py", "test_queries.py", "test_doctests.py", "test_load.py",
 }  # fmt: skip
+PLAIN = {"test_gpu_interpret.py", "test_tpu_interpret.py", "test_quant.py"}
 GIVEN = jax.config.read("jax_disable_most_optimizations")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")  # before what a module's tests share is computed
 def optimizations(request):
-    plain = GIVEN or OPTIMIZED.isdisjoint(request.path.relative_to(request.config.rootpath / "tests").parts)
+    parts = request.path.relative_to(request.config.rootpath / "tests").parts
+    plain = GIVEN or OPTIMIZED.isdisjoint(parts) or not PLAIN.isdisjoint(parts)
     if jax.config.read("jax_disable_most_optimizations") != plain:
         jax.config.update("jax_disable_most_optimizations", plain)
 
@@ -114,6 +131,7 @@ def forget_programs():
     yield
     if next(tests_run) % 16 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -119,11 +119,15 @@ CALLS = [
     (lambda: RopeConfig(kind="ntk"), NotImplementedError, "'ntk'"),
     (lambda: RopeConfig(kind="longrope", original_max_positions=8), ValueError, "short_factors: expected positive"),
     (lambda: RopeConfig(rotary_dim=3), ValueError, "rotary_dim: expected an even number"),
-    (lambda: dataclasses.replace(CONFIG, windows=(4,)), ValueError, "windows: expected none or 4 numbers"),
     (
-        lambda: dataclasses.replace(CONFIG, unrotated_layers=(4,)),
+        lambda: dataclasses.replace(CONFIG, windows=(4,)),
         ValueError,
-        "unrotated_layers: expected layers below 4",
+        f"windows: expected none or {CONFIG.n_layers} numbers",
+    ),
+    (
+        lambda: dataclasses.replace(CONFIG, unrotated_layers=(CONFIG.n_layers,)),
+        ValueError,
+        f"unrotated_layers: expected layers below {CONFIG.n_layers}",
     ),
     (lambda: Experts(count=2, per_token=3, size=4), ValueError, "1 <= per_token <= count"),
     (lambda: quest_jax.random_params({"n_layers": 2}), TypeError, "expected a quest_jax.LlamaConfig, got dict"),

@@ -141,6 +141,13 @@ def test_plan_prints_a_table_or_json_from_a_config_alone(run, model, tmp_path):
     (("eval", "passkey", "--model", "MODEL", "--tokens", "1500", "--cases", "0"), "n_cases"),
     (("eval", "passkey", "--model", "MODEL", "--methods", "quset"), "full, h2o, keydiff, "),
     (("eval", "passkey", "--model", "MODEL", "--methods", "sample_attention"), "expected those that decode, got 'samp"),
+    (("eval", "passkey", "--model", "MODEL", "--tokens", "0"), "--tokens: expected at least 1, got 0"),
+    (("eval", "passkey", "--model", "MODEL", "--budgets", "0"), "--budgets: expected at least 1, got 0"),
+    (("eval", "passkey", "--model", "MODEL", "--page-size", "0"), "--page-size: expected at least 1, got 0"),
+    (("eval", "passkey", "--model", "MODEL", "--batch", "0"), "--batch: expected at least 1, got 0"),
+    (("eval", "passkey", "--model", "MODEL", "--basis", "x"), "--basis: expected a method that ranks by a basis"),
+    (("eval", "perplexity", "--prefill", "--model", "MODEL", "--tokens", "200"), "more than a chunk of 128 tokens"),
+    (("eval", "layers", "--model", "MODEL", "--gap", "nan"), "--gap: expected a finite number, got nan"),
 ])  # fmt: skip
 def test_what_a_caller_gets_wrong_is_one_line(run, model, arguments, says):
     code, out, err = run(*(model if argument == "MODEL" else argument for argument in arguments))
@@ -231,10 +238,10 @@ def test_doctor_prints_json(run):
 @pytest.mark.slow
 def test_eval_passkey_prints_a_table(run, model):
     code, out, err = run("eval", "passkey", "--model", model, "--tokens", 1000, "--cases", 3, "--batch", 2,
-                         "--budgets", 64, "--methods", "quest", "h2o")  # fmt: skip
+                         "--budgets=64,32", "--methods", "quest,h2o")  # fmt: skip
     assert (code, err) == (0, "")
-    assert "passkey, 3 questions about" in " ".join(out.split())
-    assert all(name in out for name in ("full", "quest 64", "h2o 64", "oracle 64"))
+    assert "passkey, 1000 tokens; 3 questions decoded by the method, of which dense attention" in " ".join(out.split())
+    assert all(name in out for name in ("full", "quest 64", "quest 32", "h2o 64", "oracle 32"))
 
 
 @pytest.mark.slow
@@ -261,10 +268,14 @@ def test_eval_perplexity_of_a_file(run, model, tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question. " * 9)
     options = ("eval", "perplexity", "--model", model, "--text", tmp_path / "text.txt", "--budgets", 32)
     code, out, _ = run(*options, "--tokens", 120, "--texts", 2, "--out", tmp_path / "out")
-    assert code == 0 and "236 tokens of 2 texts" in " ".join(out.split()) and "perplexity" in out
+    assert code == 0 and "236 tokens of text" in " ".join(out.split()) and "perplexity" in out
     rows = json.loads((tmp_path / "out" / "perplexity.json").read_text())["lengths"][0]["rows"]
     assert rows[0]["gap"]["mean"] == 0 and [len(row) for row in rows[-1]["found"]["nll"]] == [118, 118]
     assert "got 387" in run(*options, "--tokens", 400)[2]
+    # Other contents are measured anew.
+    (tmp_path / "text.txt").write_text("Whether it is nobler in the mind to suffer the slings and arrows. " * 9)
+    options = (*options, "--tokens", 120, "--texts", 2)
+    assert run(*options, "--out", tmp_path / "out")[1] == run(*options)[1] != out
     assert "a start of at least 1" in run(*options, "--tokens", 120, "--start", 119)[2]
 
 

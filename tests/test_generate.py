@@ -118,8 +118,9 @@ def test_stats_are_those_of_the_pages_read():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("metadata", "page"), [("float32", 128), ("bfloat16", 64), ("int8", 40)])
-@pytest.mark.parametrize("block_pages", [None, 2])
+@pytest.mark.parametrize(("metadata", "page", "block_pages"), [
+    ("float32", 128, 2), ("bfloat16", 64, None), ("bfloat16", 64, 2), ("int8", 40, None),
+])  # fmt: skip
 def test_narrow_and_two_level_metadata_are_counted(metadata, page, block_pages):
     policy = quest_jax.Quest(32, block_pages=block_pages, candidates=1)
     out = generate(tiny(), [PROMPTS[0]], policy=policy, max_new_tokens=12, metadata=metadata)
@@ -360,5 +361,5 @@ def test_a_conversation_goes_on_after_eos():
 
 def test_a_state_of_another_model_is_refused():
     other = quest_jax.random_params(quest_jax.LlamaConfig(97, 48, 64, 2, 6, 2, 16, 4096))
-    with pytest.raises(ValueError, match=r"\(2, 2, 16\), got one of \(4, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 16\), got one of \(3, 2, 16\)"):
         quest_jax.decode_step(other, prefill(tiny(), [PROMPTS[1]]))

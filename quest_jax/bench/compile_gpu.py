@@ -248,9 +248,9 @@ def chunk_facts(program: Any, sizes: Attention) -> dict[str, list[str]]:
     return {"launches": launches(text), "cache_copies": _producers(text, pools, r"[a-z\-]+")}
 
 
-def chain(compiled):
+def chain(compiled, reduce=None):
     """Score, select, attend: 32768 tokens of context, 2048 read, Llama-3-8B's layer, one row."""
-    policy = Quest(2048, dense_layers=0)
+    policy = Quest(2048, dense_layers=0, reduce=reduce)
 
     def run(q, kv, meta, starts, lengths):
         ranked = policy.score(q[:, 0], meta, lengths, 16, None)
@@ -261,13 +261,14 @@ def chain(compiled):
     return compiled(run, half(1, 1, 32, 128), half(8, 2048, 16, 256), full(1, 8, 2048, 256), ints(1), ints(1))
 
 
-def step(compiled, n_layers, head_dim=128, context=131072):
+def step(compiled, n_layers, head_dim=128, context=131072, reduce=None):
     """A decode step: Llama-3-8B's attention, or one of another head dim, and a small model around it."""
     config = LlamaConfig(4096, 2048, 4096, n_layers, 32, 8, head_dim, context)
+    policy = Quest(2048, dense_layers=0, reduce=reduce)
 
     def make_state():
         attention_state = init_attention(
-            n_layers, 8, head_dim, batch=1, capacity=context, policy=Quest(2048, dense_layers=0), dtype=jnp.bfloat16,
+            n_layers, 8, head_dim, batch=1, capacity=context, policy=policy, dtype=jnp.bfloat16,
         )  # fmt: skip
         return DecodeState(
             attention=attention_state, logits=jnp.zeros((1, 4096)), done=jnp.zeros(1, bool), keys=row_keys(0, 1),
@@ -312,9 +313,10 @@ def device_check_programs(compiled: Callable) -> list[str]:
 def main(architecture: str) -> None:
     """Compiles everything, printing ``PROGRAM name`` before each program and at the end the facts as one line of JSON.
 
-    The facts are: ``chunks``, by program; ``chain``, launches of score, select, attend; ``step`` and ``step of head dim
-    80``; the launches of ``stable`` and ``129 of them``, selections that are no fast ones; ``one row``, what a product
-    of one row makes of a weight; and for 9.0 ``device check``, names of its programs.
+    The facts are: ``chunks``, by program; ``chain``, launches of score, select, attend, the scores' mean over a group
+    fused, and ``chain by softmax``, the default's; ``step``, by the mean, and ``step of head dim 80``, by softmax; the
+    launches of ``stable`` and ``129 of them``, selections that are no fast ones; ``one row``, what a product of one row
+    makes of a weight; and for 9.0 ``device check``, names of its programs.
     """
     device = device_of(architecture)
     capability, name = ARCHITECTURES[architecture].capability, ARCHITECTURES[architecture].name
@@ -333,9 +335,10 @@ def main(architecture: str) -> None:
             if isinstance(sizes, Attention) and sizes.tokens > 1:
                 result["chunks"][title] = chunk_facts(program, sizes)
         begin("chain")
-        result["chain"] = launches(_text(chain(compiled)))
+        result["chain"] = launches(_text(chain(compiled, "mean")))
+        result["chain by softmax"] = launches(_text(chain(compiled)))
         begin("decode step of two layers")
-        result["step"] = step(compiled, 2)
+        result["step"] = step(compiled, 2, reduce="mean")
         begin("decode step of one layer of head dim 80")
         result["step of head dim 80"] = step(compiled, 1, head_dim=80, context=32768)
         begin("controls")

@@ -77,6 +77,24 @@ GROUPS = {
 }
 
 
+# Options that take several values, with blanks or commas between them.
+LISTS = frozenset(f"--{name}" for name in "methods budgets tokens lengths shapes prompts steps parts kinds".split())
+
+
+def _split_lists(argv: Sequence[str]) -> list[str]:
+    """``--budgets 256,512`` and ``--budgets=256,512`` as ``--budgets 256 512``."""
+    found: list[str] = []
+    option = ""
+    for word in argv:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            listed = equals and option in LISTS
+            found += [option, *value.split(",")] if listed else [word]
+        else:
+            found += word.split(",") if option in LISTS else [word]
+    return found
+
+
 def _parse(argv: list[str]) -> Command:
     try:
         import tyro
@@ -98,6 +116,7 @@ def _parse(argv: list[str]) -> Command:
             "calibrate": Calibrate, "doctor": Doctor, **groups,
         }  # fmt: skip
         description = "Query-aware sparse attention for JAX. --version prints the version."
+    argv = _split_lists(argv)
     for name, command in commands.items():
         app.command(name=name)(command)
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalRequiredArgs)

@@ -1,5 +1,8 @@
 """What several commands share."""
 
+import hashlib
+import os
+import pathlib
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -28,3 +31,29 @@ def load_both(model: str, dtype: Dtype, console: "Console") -> "tuple[Params, To
 
     with counting(f"loading {model}", console, nbytes=True) as advance:
         return load(model, dtype=dtype, progress=advance), load_tokenizer(model)
+
+
+def read_text(option: str, path: pathlib.Path) -> str:
+    """Reads a file that an option names.
+
+    Raises:
+      ValueError: it is no text in UTF-8.
+      OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option}: {path}: expected text in UTF-8 ({error}).") from error
+
+
+def identity(given: "str | os.PathLike[str]") -> str:
+    """The name of a model, or of files, and where it is on this disk what tells other contents from these.
+
+    Sizes and times of change, not the contents: weights are large.
+    """
+    path = pathlib.Path(given)
+    if not path.exists():
+        return str(given)
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    seen = [(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    return f"{given} {hashlib.sha256(repr(seen).encode()).hexdigest()[:12]}"

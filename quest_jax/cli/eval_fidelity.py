@@ -3,13 +3,10 @@
 import dataclasses
 import json
 import pathlib
-from typing import TYPE_CHECKING
 
-from quest_jax.cli.common import Dtype, load_both
-from quest_jax.cli.methods_of import ALWAYS, policies_of
-
-if TYPE_CHECKING:
-    from quest_jax import Policy
+from quest_jax import __version__
+from quest_jax.cli.common import Dtype, identity, load_both
+from quest_jax.cli.methods_of import policies_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Fidelity:
 
     Attributes:
       model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
-      methods: names of `quest-jax methods` that decode; all if none.
+      methods: names of `quest-jax methods` that decode, or `all`; all if none.
       budgets: tokens that a method reads per layer and KV head.
       basis: of `quest-jax calibrate loki`, for `loki`; without it that ranks by the basis of the text itself.
       tokens: length of the text, of Moby-Dick.
@@ -47,25 +44,24 @@ class Fidelity:
 
         from quest_jax.evals import fidelity, fidelity_cells, mass, plots
         from quest_jax.evals.store import Store
-        from quest_jax.policies import registry
         from quest_jax.progress import counting, stderr_console
 
-        names = self.methods or [name for name, one in registry.methods().items() if "decode" in one.phases]
-        policies: dict[str, Policy] = {}
-        for name in dict.fromkeys((*ALWAYS["decode"], *names)):
-            policies |= policies_of(name, self.budgets, self.page_size, self.basis)
+        policies = policies_for(self.methods or ("all",), self.budgets, self.page_size, self.basis)
         store = None if self.out is None else Store(self.out / "cells")
         console = stderr_console()
         params, tokenizer = load_both(self.model, self.dtype, console)
-        about = {"model": self.model, "dtype": self.dtype, "tokens": self.tokens}
-        about |= {"basis": None if self.basis is None else str(self.basis)}
+        about = {"model": identity(self.model), "dtype": self.dtype, "tokens": self.tokens, "version": __version__}
+        about |= {"basis": None if self.basis is None else identity(self.basis)}
         with counting("methods", console) as progress:
             found = fidelity_cells.measure(
                 params, mass.prose(tokenizer, self.tokens), policies, store=store, settings=about,
                 queries=self.queries, page_size=self.page_size, progress=progress,
             )  # fmt: skip
         texts = {name: [one] for name, one in found.items()}
-        title = f"decoding the last {self.queries} of {self.tokens} tokens, layers from the third on"
+        title = (
+            f"decoding the last {self.queries} of {self.tokens} tokens of one text; layers from the third on, bytes "
+            f"too; {self.model}, {self.dtype}, pages of {self.page_size}; 95 % bootstrap intervals over layers"
+        )
         table = fidelity_cells.table(texts, title)
         Console().print(table.for_terminal())
         if self.out is None:

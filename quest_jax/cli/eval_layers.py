@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
 from quest_jax.cli.common import Dtype, load_both
@@ -45,6 +46,8 @@ class Layers:
         from quest_jax.progress import counting, stderr_console
 
         oracle_sparsity.check(self.tokens, self.decoded, self.budgets)
+        if not math.isfinite(self.gap):
+            raise ValueError(f"--gap: expected a finite number, got {self.gap}.")
         if self.plot is not None:
             from quest_jax.bench.plot import check_plot
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from quest_jax.cli.common import keep_programs, load_both
+from quest_jax.cli.common import identity, keep_programs, load_both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Study:
     Attributes:
       model: "smollm2-135m", a .gguf file, or a Hugging Face directory or repo id.
       out: folder for the results.
-      parts: which of them, of fidelity, decode, pages, prefill, long, map, from-start; all if none.
+      parts: which of them, of decode, again, fidelity, pages, prefill, long, map, from-start; all if
+        none.
       markdown: a document with the places that the tables are written to, as docs/study.md has them.
       plots: folder for the plots; needs matplotlib.
       small: a few tokens and budgets, to see that it runs.
@@ -48,7 +49,7 @@ class Study:
         params, tokenizer = load_both(self.model, "float32", console)
         with counting("study", console) as progress:
             found = study.run(
-                params, tokenizer, store, sizes, model=self.model, parts=parts, progress=progress,
+                params, tokenizer, store, sizes, model=identity(self.model), parts=parts, progress=progress,
                 report=lambda part: console.print(part, highlight=False),
             )  # fmt: skip
         shown = Console()

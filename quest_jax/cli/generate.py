@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from quest_jax.cli.common import Dtype, Weights, keep_programs
+from quest_jax.cli.common import Dtype, Weights, keep_programs, read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +100,7 @@ class Generate:
         if self.prompt is not None:
             return self.prompt
         if self.prompt_file is not None:
-            try:
-                return self.prompt_file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"--prompt-file: {self.prompt_file}: expected text in UTF-8 ({error}).") from error
+            return read_text("--prompt-file", self.prompt_file)
         if sys.stdin.isatty():
             raise ValueError("expected a prompt, got none; give --prompt TEXT, --prompt-file FILE, or pipe it in.")
         return sys.stdin.read()

@@ -16,6 +16,31 @@ ALWAYS = {
 DEFAULT = {"decode": "quest", "prefill": "quoka"}
 
 
+def policies_for(
+    names: Sequence[str], budgets: Sequence[int], page_size: int, basis: pathlib.Path | None, phase: str = "decode"
+) -> "dict[str, Policy]":
+    """The policies of several methods, those of ``ALWAYS`` first; ``all`` stands for every one of the phase.
+
+    Raises:
+      ValueError: as :func:`policies_of`, or a basis that none of them takes.
+    """
+    from quest_jax.inputs import as_size
+    from quest_jax.policies import registry
+
+    as_size("--page-size", page_size)
+    for budget in budgets:
+        as_size("--budgets", budget)
+    if "all" in names:
+        every = [name for name, method in registry.methods().items() if phase in method.phases]
+        names = [one for name in names for one in (every if name == "all" else [name])]
+    found: dict[str, Policy] = {}
+    for name in dict.fromkeys((*ALWAYS[phase], *names)):
+        found |= policies_of(name, budgets, page_size, basis, phase)
+    if basis is not None and not any(hasattr(policy, "basis") for policy in found.values()):
+        raise ValueError(f"--basis: expected a method that ranks by a basis, such as loki, got {', '.join(names)}.")
+    return found
+
+
 def policies_of(
     name: str, budgets: Sequence[int], page_size: int, basis: pathlib.Path | None = None, phase: str = "decode"
 ) -> "dict[str, Policy]":

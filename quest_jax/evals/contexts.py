@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from quest_jax import DecodeState, Dense, Params, Policy, prefill
+from quest_jax import DecodeState, Dense, Params, Policy
 from quest_jax.cache import rebuild_norms
-from quest_jax.decode import prefill_chunk
+from quest_jax.decode import prefill_chunk, read_prompts
 from quest_jax.evals.samples import Encoder, Sample
 from quest_jax.inputs import as_batch
+from quest_jax.stats import ReadStats, prompt_stats
 
 # Questions that are read densely are padded to a multiple of this, so that a few lengths share a program.
 _WIDTH = 32
@@ -104,13 +106,19 @@ def prefilled(
     capacity: int,
     page_size: int,
     prefills: bool = False,
-) -> DecodeState:
-    """Reads contexts, one a row: densely, with what ``policy`` keeps beside the pages; or by ``policy``."""
-    return prefill(
+) -> tuple[DecodeState, ReadStats]:
+    """Reads contexts, one a row: densely, with what ``policy`` keeps beside the pages; or by ``policy``.
+
+    Returns:
+      the state, and what every chunk read.
+    """
+    state, reads = read_prompts(
         params, [list(one.ids) for one in contexts], capacity=capacity, page_size=page_size, eos_token_ids=(),
         policy=policy if policy.keeps_more and not prefills else Dense(),
         prefill_policy=policy if prefills else Dense(),
     )  # fmt: skip
+    assert isinstance(reads, list)  # outside jit
+    return state, prompt_stats(state, jax.tree.map(lambda *chunks: jax.device_put(np.stack(chunks)), *reads))
 
 
 def read_on(params: Params, state: DecodeState, texts: Sequence[Sequence[int]]) -> DecodeState:

@@ -9,6 +9,7 @@ from quest_jax import Params, Policy
 from quest_jax.evals import fidelity
 from quest_jax.evals.capture import capture
 from quest_jax.evals.fidelity import Fidelity
+from quest_jax.evals.interval import Interval, bootstrap
 from quest_jax.evals.report import Points
 from quest_jax.evals.store import Store
 from quest_jax.tables import Table
@@ -43,7 +44,13 @@ def measure(
         own = {"task": "fidelity", "method": name, "page_size": page_size, "queries": queries}
         return dict(settings) | own
 
-    found = {name: _read(cell) for name in policies if store is not None and (cell := store.get(key(name))) is not None}
+    found: dict[str, Fidelity] = {}
+    for name in policies:
+        if store is not None and (cell := store.get(key(name))) is not None:
+            try:
+                found[name] = _read(cell)
+            except (KeyError, TypeError, ValueError) as error:
+                raise store.damaged(key(name), error) from error
     missing = [name for name in policies if name not in found]
     captured = capture(params, ids, page_size) if missing else None
     for at in range(0, len(missing), _TOGETHER):
@@ -62,8 +69,11 @@ def measure(
 
 
 def _read(cell: Mapping[str, Any]) -> Fidelity:
-    fields: dict[str, Any] = dict(cell) | {field: np.asarray(cell[field]) for field in _ARRAYS}
-    return Fidelity(**fields)
+    fields: dict[str, Any] = dict(cell) | {field: np.asarray(cell[field], np.float64) for field in _ARRAYS}
+    found = Fidelity(**fields)
+    if any(getattr(found, field).shape != found.mass.shape or found.mass.ndim != 2 for field in _ARRAYS):
+        raise ValueError("expected figures by layer and head")
+    return found
 
 
 def mean_of(texts: Sequence[Fidelity], field: str) -> float:
@@ -71,14 +81,21 @@ def mean_of(texts: Sequence[Fidelity], field: str) -> float:
     return float(np.mean([np.mean(getattr(one, field)) for one in texts]))
 
 
+def _interval(texts: Sequence[Fidelity], field: str) -> Interval:
+    """With what another draw of texts and layers may give; the heads of a layer stay together."""
+    values = np.stack([getattr(one, field) for one in texts])  # [texts, layers, heads]
+    at = np.broadcast_to(np.arange(values[..., 0].size).reshape(*values.shape[:2], 1), values.shape)
+    return bootstrap(values.ravel().tolist(), at.ravel().tolist())
+
+
 def table(found: Mapping[str, Sequence[Fidelity]], title: str) -> Table:
-    """Lays methods out, each measured on some texts."""
+    """Lays methods out, each measured on some texts; intervals are of the bootstrap over texts and layers."""
     has_needle = next(iter(found.values()))[0].needle is not None
     headings = ["method, budget", "bytes of dense", "by a group at once", "mass", "recall of 10", "output error"]
     rows = [
         [
             name, f"{mean_of(texts, 'share'):.1%}", f"{mean_of(texts, 'union'):.1%}",
-            *(f"{mean_of(texts, field):.3f}" for field in _ARRAYS),
+            *(str(_interval(texts, field)) for field in _ARRAYS),
             *([f"{mean_of(texts, 'needle'):.2f}"] if has_needle else []),
         ]
         for name, texts in found.items()

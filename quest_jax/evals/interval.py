@@ -20,6 +20,18 @@ class Interval(NamedTuple):
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def share(scores: Sequence[float]) -> Interval:
+    """Returns the mean of scores from 0 to 1 and its interval.
+
+    The bootstrap's; where all are right or all wrong, of which resampling makes nothing, the exact one of a binomial
+    share (Clopper and Pearson 1934).
+    """
+    found, tail = bootstrap(scores), ((1 - LEVEL) / 2) ** (1 / len(scores))
+    if min(scores) >= 1:
+        return found._replace(low=tail)
+    return found._replace(high=1 - tail) if max(scores) <= 0 else found
+
+
 def bootstrap(values: Sequence[float], groups: Sequence[int] | None = None, *, seed: int = 0) -> Interval:
     """Returns the mean of ``values`` and its percentile interval (Efron 1979).
 

@@ -1,5 +1,6 @@
 """What narrow metadata, and metadata on two levels, change in what Quest selects, on a model's own queries and keys."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -46,7 +47,8 @@ class Found(NamedTuple):
 
 def forms(budget: int, block_pages: int, candidates: int) -> dict[str, Form]:
     """The forms that are compared at one budget, by name; float32 on one level first."""
-    one, two = Quest(budget), Quest(budget, block_pages=block_pages, candidates=candidates)
+    one = Quest(budget, reduce="mean")  # as on two levels, so that only the form of the metadata differs
+    two = dataclasses.replace(one, block_pages=block_pages, candidates=candidates)
     levels = {kind: Form(one, kind) for kind in Kind.__args__}
     return levels | {f"{kind}, two levels": Form(two, kind) for kind in ("float32", "int8")}
 

@@ -4,7 +4,6 @@ Needs matplotlib, the ``plot`` extra. No global state of it is touched: figures 
 """
 
 import importlib
-import importlib.util
 import itertools
 import os
 import textwrap
@@ -29,6 +28,7 @@ def against_bytes(
     title: str = "",
     highlight: Sequence[str] = (),
     floor: float | None = None,
+    log: bool = False,
 ) -> None:
     """Draws a value against what was read for it, on a logarithmic axis in percent, with bars for the intervals.
 
@@ -39,12 +39,13 @@ def against_bytes(
       title: above the plot, wrapped.
       highlight: names that get colours, the others are grey then; none: all get colours.
       floor: where a dashed line is drawn: what is had for nothing.
+      log: also of the value, which has no zeros then.
 
     Raises:
       ImportError: matplotlib is not installed.
       ValueError: no curves, an unknown name in ``highlight``, or a share that is not above 0.
     """
-    _bytes_figure(curves, ylabel, title, highlight, floor).savefig(path, dpi=150)
+    _bytes_figure(curves, ylabel, title, highlight, floor, log).savefig(path, dpi=150)
 
 
 def heat_map(
@@ -100,7 +101,14 @@ def by_layer(
     _layer_figure(curves, ylabel, title, first_layer, highlight, log).savefig(path, dpi=150)
 
 
-def _bytes_figure(curves: Mapping[str, Points], ylabel: str, title: str, highlight: Sequence[str], floor: float | None):
+def _bytes_figure(
+    curves: Mapping[str, Points],
+    ylabel: str,
+    title: str,
+    highlight: Sequence[str],
+    floor: float | None,
+    log: bool = False,
+):
     for name, points in curves.items():
         if any(share <= 0 for share, *_ in points):
             raise ValueError(f"{name}: expected shares above 0, which a logarithmic axis can show, got {points}.")
@@ -122,8 +130,11 @@ def _bytes_figure(curves: Mapping[str, Points], ylabel: str, title: str, highlig
         axes.axhline(floor, color="black", linestyle="--", linewidth=0.8, label=f"floor, {floor:.3g}")
     ticks = importlib.import_module("matplotlib.ticker")
     axes.set(xscale="log", xlabel="bytes read, of dense attention", ylabel=ylabel)
-    axes.xaxis.set_major_locator(ticks.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(ticks.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(ticks.FuncFormatter(lambda percent, _: f"{percent:g} %"))
+    if log:
+        axes.set_yscale("log", nonpositive="clip")
+        axes.yaxis.set_major_formatter(ticks.FuncFormatter(lambda value, _: f"{value:g}"))
     return _finished(figure, axes)
 
 
@@ -170,8 +181,10 @@ def check() -> None:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError('plots need matplotlib; pip install "quest-jax[plot]"')
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError('plots need matplotlib; pip install "quest-jax[plot]"') from error
 
 
 def _figure(title: str, count: int, size: tuple[float, float] | None = None) -> tuple[Any, Any]:

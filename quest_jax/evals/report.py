@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quest_jax.evals.contexts import Context
-from quest_jax.evals.interval import Interval, bootstrap
+from quest_jax.evals.interval import Interval, bootstrap, share
 from quest_jax.evals.retention import Found
 from quest_jax.tables import Table
 
@@ -23,6 +23,7 @@ class Row(NamedTuple):
     Attributes:
       name: of the policy, as the run had it.
       share: bytes read over those of dense attention.
+      read: bytes read, of all steps, layers and rows.
       right: mean score by mode, ``sparse`` and ``dense``.
       kept: of the questions that dense attention answers, the share answered here too, by mode; one that is answered
         better counts as 1. None where dense answers nothing.
@@ -34,6 +35,7 @@ class Row(NamedTuple):
 
     name: str
     share: float
+    read: int
     right: dict[str, Interval]
     kept: dict[str, Interval | None]
     perplexity: float | None
@@ -53,20 +55,34 @@ def rows(found: Mapping[str, Found], dense: str = "full") -> list[Row]:
 
 
 def _row(name: str, one: Found, dense: Found) -> Row:
-    right = {mode: bootstrap(scores) for mode, scores in one.scores.items()}
-    kept = {mode: _kept(scores, dense.scores[mode]) for mode, scores in one.scores.items()}
+    right = {mode: share(scores) for mode, scores in one.scores.items()}
+    kept = {mode: _kept(scores, dense.scores[mode], one is dense) for mode, scores in one.scores.items()}
+    read = sum(one.read.values())
     if not one.nll:
-        return Row(name, one.share, right, kept, None, None, None, None)
+        return Row(name, one.share, read, right, kept, None, None, None, None)
     at = [1000 * row + token // _STRETCH for row, values in enumerate(one.nll) for token in range(len(values))]
     gap = np.concatenate(one.nll) - np.concatenate(dense.nll)
     text = (bootstrap(np.asarray(values).tolist(), at) for values in (gap, sum(one.kl, []), sum(one.agree, [])))
     perplexity = float(np.exp(np.concatenate(one.nll).mean()))
-    return Row(name, one.share, right, kept, perplexity, *text)
+    return Row(name, one.share, read, right, kept, perplexity, *text)
 
 
-def _kept(scores: Sequence[float], dense: Sequence[float]) -> Interval | None:
+def _kept(scores: Sequence[float], dense: Sequence[float], itself: bool) -> Interval | None:
     values = [min(1.0, mine / theirs) for mine, theirs in zip(scores, dense, strict=True) if theirs > 0]
-    return bootstrap(values) if values else None
+    if not values:
+        return None
+    return bootstrap(values) if itself else share(values)
+
+
+def counts(found: Mapping[str, Found]) -> str:
+    """How many questions and tokens the figures are of, and what dense attention answers."""
+    dense, texts = found["full"], []
+    for mode, scores in dense.scores.items():
+        asked = "decoded by the method" if mode == "sparse" else "read in the prompt"
+        texts.append(f"{len(scores)} questions {asked}, of which dense attention answers {sum(scores):.3g}")
+    if dense.nll:
+        texts.append(f"{sum(map(len, dense.nll))} tokens of text")
+    return "; ".join(texts)
 
 
 HEADINGS = {
@@ -79,11 +95,11 @@ def cells(lines: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a list of texts for every row."""
     modes = [*lines[0].right]
     texts = lines[0].gap is not None
-    headings = ["method, budget", "bytes of dense"]
+    headings = ["method, budget", "bytes of dense", "GB read"]
     headings += [heading for mode in modes for heading in HEADINGS[mode]] + [*HEADINGS["text"]] * texts
     found = []
     for line in lines:
-        cell = [line.name, f"{line.share:.1%}"]
+        cell = [line.name, f"{line.share:.1%}", f"{line.read / 1e9:.3g}"]
         for mode in modes:
             cell += [_percent(line.right[mode]), _percent(line.kept[mode])]
         if texts:
@@ -110,7 +126,7 @@ def as_json(found: Mapping[str, Found], lines: Sequence[Row]) -> list[dict[str, 
     """Every number, of all questions and tokens too."""
     return [
         {
-            "name": line.name, "share": line.share, "perplexity": line.perplexity,
+            "name": line.name, "share": line.share, "read": line.read, "perplexity": line.perplexity,
             "right": _plain(line.right), "kept": _plain(line.kept),
             **{key: _plain(getattr(line, key)) for key in ("gap", "kl", "agree")},
             "found": {key: value for key, value in found[line.name]._asdict().items() if key != "answers"},

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from quest_jax import DecodeState, Dense, Params, Policy, replace_policy
 from quest_jax.evals import metrics
 from quest_jax.evals.ask import ask, follow, forget_programs, predict
@@ -30,7 +32,8 @@ class Found(NamedTuple):
       scores: of every answer, by mode (``sparse``, ``dense``).
       answers: the decoded texts.
       nll, kl, agree: per context and token of the following text: see :class:`~quest_jax.evals.ask.Followed`.
-      read, dense: bytes of all decode steps, by mode: read by the method, and what dense attention reads.
+      read, dense: bytes of all decode steps, by mode: read by the method, and what dense attention reads. Where methods
+        read prompts, those of the contexts' chunks, ``prompt``, and dense attention's in the same chunks.
       seconds: wall time, compiling included.
     """
 
@@ -105,8 +108,13 @@ def run(
             found = None if store is None else store.get(key(name, start))
             if found is None:
                 missing.append(name)
-            else:
-                cells[name, start] = found
+                continue
+            try:
+                _check_cell(found, contexts[start : start + rows], modes, prefills)
+            except (KeyError, TypeError, ValueError) as error:
+                assert store is not None
+                raise store.damaged(key(name, start), error) from error
+            cells[name, start] = found
         part = contexts[start : start + rows]
         todo = {name: policies[name] for name in missing}
         for name, cell in _measure(params, tokenizer, part, rows, todo, modes, page_size, prefills):
@@ -115,7 +123,11 @@ def run(
                 store.put(key(name, start), cell)
             if progress is not None:
                 progress(len(cells), len(policies) * len(starts))
-    return {name: _joined([cells[name, start] for start in starts]) for name in policies}
+    found = {name: _joined([cells[name, start] for start in starts], prefills) for name in policies}
+    if "full" in found and not prefills:
+        # The same steps for all: whole pages, where a method that lists tokens counts dense attention by those.
+        found = {name: one._replace(dense=found["full"].dense) for name, one in found.items()}
+    return found
 
 
 def _measure(
@@ -130,21 +142,25 @@ def _measure(
     sizes = dict(capacity=max(len(one.ids) for one in filled) + most + _WIDTH, page_size=page_size)
     plain, reference = None, None
     if "text" in modes:
-        plain = prefilled(params, filled, Dense(), **sizes)
+        plain, _ = prefilled(params, filled, Dense(), **sizes)
         reference = predict(params, plain, [one.following for one in filled], room=-(-most // _WIDTH) * _WIDTH)
     for names in [[name] for name in policies] if prefills else groups(policies):
         first = policies[names[0]]
         if plain is None or prefills or first.keeps_more:
             plain = None  # before the next: a cache of several long contexts is large
-            state = prefilled(params, filled, first, prefills=prefills, **sizes)
+            state, prompt = prefilled(params, filled, first, prefills=prefills, **sizes)
         else:
-            state = plain
+            state, prompt = plain, None
         for at in range(0, len(names), _TOGETHER):
             together = {name: policies[name] for name in names[at : at + _TOGETHER]}
             states = {
                 name: state if prefills else replace_policy(state, policy=policy) for name, policy in together.items()
             }
-            yield from _of_group(params, tokenizer, part, filled, state, states, modes, reference).items()
+            cells = _of_group(params, tokenizer, part, filled, state, states, modes, reference)
+            if prefills and prompt is not None:
+                for cell in cells.values():
+                    _count(cell.setdefault("prompt", {}), prompt, len(part))
+            yield from cells.items()
             forget_programs()
         del state
 
@@ -191,9 +207,34 @@ def _of_group(params, tokenizer, part, filled, state, states, modes, reference) 
 
 
 def _add(cell, part, stats, n_rows, begin):
+    _count(part, stats, n_rows)
+    cell["seconds"] += time.perf_counter() - begin
+
+
+def _count(part, stats, n_rows):
     part["read"] = part.get("read", 0) + int(stats.bytes_read()[..., :n_rows].sum())
     part["dense"] = part.get("dense", 0) + int(stats.bytes_dense()[..., :n_rows].sum())
-    cell["seconds"] += time.perf_counter() - begin
+
+
+def _check_cell(cell, part, modes, prefills) -> None:
+    """Raises KeyError, TypeError or ValueError where a kept result is not one of these contexts."""
+    for mode in modes:
+        one = cell[mode]
+        if mode == "text":
+            counts = [max(0, len(context.following) - 1) for context in part]
+            lists = [one[label] for label in ("nll", "kl", "agree")]
+        else:
+            counts = [len(context.asked) for context in part]
+            lists = [one["scores"]]
+            if [len(answers) for answers in one["answers"]] != counts:
+                raise ValueError(f"expected {counts} answers")
+        for rows in lists:
+            if [len(row) for row in rows] != counts or not np.isfinite(np.asarray(sum(rows, []), np.float64)).all():
+                raise ValueError(f"expected {counts} numbers of {mode}")
+    for part_of in ("prompt",) if prefills else modes:
+        if not all(isinstance(cell[part_of][name], int) for name in ("read", "dense")):
+            raise TypeError("expected bytes as integers")
+    float(cell["seconds"])
 
 
 def _text(params, tokenizer, tokens, n_new) -> str:
@@ -203,7 +244,7 @@ def _text(params, tokenizer, tokens, n_new) -> str:
     return tokenizer.decode(ids[: ends[0]] if ends else ids)
 
 
-def _joined(cells: Sequence[Mapping[str, Any]]) -> Found:
+def _joined(cells: Sequence[Mapping[str, Any]], prefills: bool) -> Found:
     asked = [mode for mode in ("sparse", "dense") if mode in cells[0]]
 
     def flat(mode, field):
@@ -213,7 +254,8 @@ def _joined(cells: Sequence[Mapping[str, Any]]) -> Found:
         return [row for cell in cells if "text" in cell for row in cell["text"][field]]
 
     def total(field):
-        return {mode: sum(cell[mode][field] for cell in cells) for mode in MODES if mode in cells[0]}
+        parts = ("prompt",) if prefills else [mode for mode in MODES if mode in cells[0]]
+        return {part: sum(cell[part][field] for cell in cells) for part in parts}
 
     return Found(
         {mode: flat(mode, "scores") for mode in asked}, {mode: flat(mode, "answers") for mode in asked},

@@ -51,6 +51,10 @@ class Store:
             pathlib.Path(name).unlink(missing_ok=True)
             raise
 
+    def damaged(self, settings: Mapping[str, Any], error: Exception) -> ValueError:
+        """The error to raise where the result of these settings is not what it should be; names its file."""
+        return _damaged(self._path(settings), f"{type(error).__name__}: {error}")
+
     def _path(self, settings: Mapping[str, Any]) -> pathlib.Path:
         text = json.dumps(dict(settings), sort_keys=True)
         shown = "-".join(str(settings[key]) for key in ("task", "method", "budget") if key in settings)
@@ -64,8 +68,12 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
         if not isinstance(found, dict) or found.keys() != {"settings", "result"}:
             raise ValueError("expected settings and a result")
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: expected a result of an earlier run, got a damaged file ({error}); move it away, and it is "
-            "measured anew."
-        ) from error
+        raise _damaged(path, str(error)) from error
     return found
+
+
+def _damaged(path: pathlib.Path, why: str) -> ValueError:
+    return ValueError(
+        f"{path}: expected a result of an earlier run, got a damaged file ({why}); move it away, and it is measured "
+        "anew."
+    )

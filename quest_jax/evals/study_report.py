@@ -14,12 +14,12 @@ from quest_jax.evals.study import Study
 from quest_jax.tables import Table, check_place, write_place
 
 _STRETCH = 16  # tokens that the bootstrap draws together
-SHOWN = ("quest", "quest_box", "quest_per_head", "oracle_pages", "sink_window", "random", "h2o")
+SHOWN = ("quest", "quest_box", "oracle_pages", "sparq", "sink_window", "twilight", "h2o")
 PLOT_PREFIX = "study"
 # Of each part, the tables that it brings; a document has a place for each.
 TABLES = {
-    "decode": ("decode", "against"), "fidelity": ("fidelity",), "pages": ("pages",), "prefill": ("prefill",),
-    "long": ("long",), "map": ("map",), "from-start": ("from-start",),
+    "decode": ("decode", "against"), "again": ("again",), "fidelity": ("fidelity",), "pages": ("pages",),
+    "prefill": ("prefill",), "long": ("long",), "map": ("map",), "from-start": ("from-start",),
 }  # fmt: skip
 
 
@@ -33,10 +33,12 @@ def tables(study: Study) -> dict[str, Table]:
         ("from-start", "perplexity from the first token on, texts of {from_start} tokens"),
     ):
         if key in study.kept:
-            about = f"{title.format(**vars(sizes))}; {counts(study.kept[key])}"
+            about = f"{title.format(**vars(sizes))}; {report.counts(study.kept[key])}; seed {sizes.seed}"
             found[key] = report.table(report.rows(study.kept[key]), about)
     if "decode" in study.kept:
         found["against"] = against(study.kept["decode"])
+    if "again" in study.kept:
+        found["again"] = against(study.kept["again"])
     if 16 in study.attention:
         about = f"the last {sizes.queries} tokens of {sizes.fidelity_texts} texts of {sizes.tokens}"
         title = f"attention kept, {about}; means over layers from the third on, and heads"
@@ -50,19 +52,10 @@ def tables(study: Study) -> dict[str, Table]:
     return found
 
 
-def counts(found: Mapping[str, Found]) -> str:
-    """How many questions and tokens the figures are of, and what dense attention answers."""
-    dense, texts = found["full"], []
-    for mode, scores in dense.scores.items():
-        asked = "decoded by the method" if mode == "sparse" else "read in the prompt"
-        texts.append(f"{len(scores)} questions {asked}, of which dense attention answers {sum(scores):g}")
-    if dense.nll:
-        texts.append(f"{sum(map(len, dense.nll))} tokens of text")
-    return "; ".join(texts)
-
-
-def against(found: Mapping[str, Found], base: str = "quest") -> Table:
+def against(found: Mapping[str, Found], base: str = "quest_mean") -> Table:
     """Every method against ``base`` at equal bytes: differences of the same tokens and questions, with intervals.
+
+    Most rankings of pages let a group agree by the mean, so that what differs from ``quest_mean`` is the ranking.
 
     Between its budgets ``base`` is interpolated, token by token and question by question, in the logarithm of the
     bytes; what reads less or more than all of them is left out.
@@ -122,8 +115,8 @@ def _pages_cells(study: Study, pages: Mapping[int, Mapping[str, Found]]) -> tupl
         attention = study.attention.get(size)
         for row in cells:
             kept = "-" if attention is None else f"{fidelity_cells.mean_of(attention[row[0]], 'mass'):.3f}"
-            rows += [[f"page {size}, {row[0]}", row[1], kept, *row[2:]]] if row[0] != "full" else []
-    return [headings[0], headings[1], "mass", *headings[2:]], rows
+            rows += [[f"page {size}, {row[0]}", *row[1:3], kept, *row[3:]]] if row[0] != "full" else []
+    return [*headings[:3], "mass", *headings[3:]], rows
 
 
 def _map_table(study: Study, lengths: Sequence[int]) -> Table:
@@ -199,7 +192,9 @@ def draw(folder: pathlib.Path, study: Study) -> None:
         kls = {
             f"pages of {size}": report.curves(report.rows(one), "kl")["quest"] for size, one in sorted(pages.items())
         }
-        plots.against_bytes(kls, path("pages"), ylabel="KL to dense attention, nats", title="Quest by page size")
+        plots.against_bytes(
+            kls, path("pages"), ylabel="KL to dense attention, nats", title="Quest by page size", log=True
+        )
     lengths = [length for length in study.sizes.lengths if f"map {length}" in study.kept]
     if lengths:
         name = f"quest {study.sizes.map_budget}"
@@ -212,7 +207,7 @@ def _draw_rows(lines: Sequence[Row], part: str, title: str, path) -> None:
     if kls := report.curves(lines, "kl"):
         plots.against_bytes(
             {name: points for name, points in kls.items() if name != "full"}, path(f"{part}-kl"),
-            ylabel="KL to dense attention, nats", title=title, highlight=shown,
+            ylabel="KL to dense attention, nats", title=title, highlight=shown, log=True,
         )  # fmt: skip
     mode = "dense" if part == "prefill" else "sparse"
     if kept := report.curves(lines, "kept", mode):

@@ -365,7 +365,7 @@ def checked(policy: Policy | None, page_size: int, prefills: bool = False) -> Po
     if not isinstance(policy, Policy):
         raise TypeError(
             f"{name}: expected a quest_jax policy such as {'QuoKA' if prefills else 'Quest'}(budget=1024) or None, "
-            f"got {policy!r}."
+            f"got {policy!r}; quest_jax.methods()[name].make(budget) makes one by its name."
         )
     if prefills and not policy.prefills:
         raise ValueError(

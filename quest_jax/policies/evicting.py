@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.policies.base import LayerView, Selection, Sizes
 from quest_jax.policies.compact import is_compact, positions
-from quest_jax.policies.lists import ListPolicy, best
+from quest_jax.policies.lists import ListPolicy, best, marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,9 @@ class EvictingPolicy(ListPolicy):
     tokens that are generated stay the same.
 
     A subclass has :meth:`rank`, and where it says ``watches`` :meth:`watch`, which reads every attended key once more.
-    Both speak of slots ``L``: :func:`~quest_jax.policies.compact.positions` says where the tokens in them stand.
+    Both speak of slots ``L``: :func:`~quest_jax.policies.compact.positions` says where the tokens in them stand. A
+    memory of more than ``alive`` and ``watched`` cannot become compact, unless the rest is for the first step
+    (``forgets``).
 
     Attributes:
       budget, granularity, dense_layers: see :class:`~quest_jax.policies.lists.ListPolicy`; tokens only.
@@ -32,6 +34,11 @@ class EvictingPolicy(ListPolicy):
         super().__post_init__()
         if self.granularity != "token":
             raise ValueError(f"{type(self).__name__}: expected granularity 'token', got {self.granularity!r}.")
+
+    @property
+    def drops(self) -> bool:
+        """For good."""
+        return True
 
     def is_dense(self, layer: int, view: LayerView) -> bool:
         """The first layers; another budget may have buried tokens before this one."""
@@ -45,6 +52,13 @@ class EvictingPolicy(ListPolicy):
     def real(self, view: LayerView) -> Bool[Array, "B K L"]:
         """The slots that hold a token that is alive."""
         return view.memory["alive"] & (positions(view) < view.lengths[:, None, None])
+
+    def kept(self, view: LayerView) -> Bool[Array, "B K L"]:
+        """What is alive; of a row that has not been cut, what ranks best."""
+        real = self.real(view)
+        rank = self.rank(view._replace(starts=view.lengths))
+        cut = best(jnp.where(real, rank, -jnp.inf), jnp.minimum(real.sum(axis=-1), self.budget), self.budget)
+        return jnp.where(self.settled(view)[:, None, None], real, marked(cut, view.capacity))
 
     def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
         """The new token, and of those that are alive the best; of equal ones the earlier."""

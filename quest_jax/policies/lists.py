@@ -1,13 +1,15 @@
 """What most baselines share: scores of tokens or pages, and the best of them as a list."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.policies.base import LayerView, Policy, Selection
+from quest_jax.policies.compact import positions
 from quest_jax.policies.ranking import largest
 
 Granularity = Literal["token", "page"]
@@ -30,6 +32,8 @@ class ListPolicy(Policy):
 
     Every field is static: changing one recompiles.
     """
+
+    forgets: ClassVar[tuple[str, ...]] = ()  # entries of its memory that are of no use once every row was cut
 
     budget: int
     granularity: Granularity = "token"
@@ -58,6 +62,27 @@ class ListPolicy(Policy):
                 f'{self.budget}; raise the budget, take smaller pages (page_size=), or granularity="token".'
             )
 
+    @property
+    def drops(self) -> bool:
+        """Whether what a step leaves out is never read again, so that :func:`quest_jax.compact` can free it."""
+        return False
+
+    def real(self, view: LayerView) -> Bool[Array, "B #K L"]:
+        """The slots that hold a token which a later step may read: all of them, where nothing is dropped."""
+        return positions(view) < view.lengths[:, None, None]
+
+    def settled(self, view: LayerView) -> Bool[Array, "B"]:
+        """The rows that hold no more than the method keeps of what was read so far."""
+        return (self.real(view).sum(axis=-1) <= self.budget).all(axis=-1)
+
+    def kept(self, view: LayerView) -> Bool[Array, "B #K L"]:
+        """What :func:`quest_jax.compact` keeps of rows that are settled, or have ended."""
+        return self.real(view)
+
+    def check_room(self, tokens: int) -> None:
+        """Raises where the method cannot work with rows that may come to ``tokens``."""
+        del tokens
+
     def unit(self, page_size: int) -> int:
         """1 where tokens are listed."""
         return 1 if self.granularity == "token" else page_size
@@ -78,8 +103,14 @@ class ListPolicy(Policy):
             raise ValueError(f"{type(self).__name__}: expected one query token per row, got {q.shape[1]}.")
         unit = self.unit(view.page_size)
         used = -(-view.lengths // unit)
-        scores = self.score(q[:, 0], view)
-        place = jnp.arange(scores.shape[-1])
+        scores = jnp.asarray(self.score(q[:, 0], view))
+        rows, kv_heads, room = len(q), pool_shape(view.kv).kv_heads, view.capacity // unit
+        if scores.shape not in {(rows, lists, room) for lists in (1, kv_heads, q.shape[2])}:
+            raise ValueError(
+                f"{type(self).__name__}: expected score to return [{rows}, {kv_heads}, {room}], rows, KV heads (or 1, "
+                f"or {q.shape[2]} query heads) and {'tokens' if unit == 1 else 'pages'}, got {[*scores.shape]}."
+            )
+        place = jnp.arange(room)
         scores = jnp.where(place == (used - 1)[:, None, None], jnp.inf, scores)
         scores = jnp.where(place < used[:, None, None], scores, -jnp.inf)
         # Of a row within the budget every page: one more than fits where the budget is no multiple of a page.
@@ -131,6 +162,11 @@ def marked(selection: Selection, room: int) -> Bool[Array, "B lists room"]:
     live = jnp.arange(width) < selection.counts[..., None]
     at = jnp.arange(rows)[:, None, None], jnp.arange(lists)[:, None], selection.pages
     return jnp.zeros((rows, lists, room), bool).at[at].max(live)
+
+
+def everything(real: Bool[Array, "B lists N"], width: int) -> Selection:
+    """Lists all that is marked, of which there are at most ``width``: what :func:`marked` undoes."""
+    return best(jnp.where(real, 0.0, -jnp.inf), real.sum(axis=-1), width)
 
 
 def chunk_of(n_tokens: int, view: LayerView, unit: int) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:

@@ -34,7 +34,17 @@ class Method:
     exact: bool = True
 
     def __post_init__(self):
-        if not self.name.isidentifier() or self.name != self.name.lower():
+        if not isinstance(self.name, str) or not self.name.isidentifier() or self.name != self.name.lower():
             raise ValueError(f"Method: expected a name in lower case like quest_box, got {self.name!r}.")
-        if not self.phases or not {*self.phases} <= {"decode", "prefill"}:
-            raise ValueError(f"Method {self.name}: expected phases of decode and prefill, got {self.phases!r}.")
+        if not isinstance(self.phases, tuple) or not self.phases or not {*self.phases} <= {*Phase.__args__}:
+            raise ValueError(
+                f'Method {self.name}: expected phases of decode and prefill, such as ("decode",), got {self.phases!r}.'
+            )
+        if self.kind not in Kind.__args__:
+            raise ValueError(f"Method {self.name}: expected kind select or evict, got {self.kind!r}.")
+        if not callable(self.make):
+            raise TypeError(f"Method {self.name}: expected make to be a class of policies, got {self.make!r}.")
+        if not isinstance(self.reads, str) or not isinstance(self.source, str):
+            raise TypeError(
+                f"Method {self.name}: expected reads and source in words, got {self.reads!r}, {self.source!r}."
+            )

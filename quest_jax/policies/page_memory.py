@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.pallas_kernels.pages import gather_pages, physical_pages, pool_shape
 from quest_jax.policies.base import LayerView, Sizes
-from quest_jax.policies.quest import Quest, Ranking
+from quest_jax.policies.quest import Quest, Ranking, Reduce
 
 Pages = Float[Array, "B K n S D"]
 Real = Bool[Array, "B 1 n S 1"]
@@ -53,10 +53,11 @@ class Summarized(Quest):
     A subclass has :meth:`width` and :meth:`summarize`, and ranks by ``view.memory`` in :meth:`choose`.
 
     Attributes: those of :class:`~quest_jax.policies.quest.Quest`; one level only. ``ranking`` and ``beta`` are about
-      the size of what the subclass puts around a page's keys, all of it by default.
+      the size of what the subclass puts around a page's keys, all of it by default, and ``reduce`` is the mean.
     """
 
     ranking: Ranking | None = "box"
+    reduce: Reduce | None = "mean"
 
     def __post_init__(self):
         super().__post_init__()

@@ -47,7 +47,8 @@ class Quest(PagePolicy):
       reduce: how a group of query heads that shares a KV head agrees on one list: ``mean`` or ``max`` of the bounds,
         ``sum_softmax`` or ``max_softmax`` (of the heads' softmax over pages), ``round_robin`` (best page of every
         head, then the second of every head, ...), or ``per_head``: every query head reads a list of its own, G times
-        the bytes.
+        the bytes. None is ``max_softmax`` for ``quest`` on one level, which predicts best at equal bytes, else
+        ``mean``, which takes least arithmetic.
       dense_layers: the first layers attend to everything; they need far more pages than the rest.
       sink_pages: pages at the start that are always read (``quest`` only).
       dense_below: rows shorter than this many tokens are read whole; ``"auto"``: where the device's
@@ -55,7 +56,7 @@ class Quest(PagePolicy):
       block_pages: two levels, for contexts of 128K tokens and more: score blocks of so many pages first (the cache then
         keeps their min and max), and of pages only those of the best blocks, by their bound where pages go by theirs,
         else by a box of half ``beta``. None scores every page. A group shares its blocks: by the ``mean`` of its scores
-        where pages go by that, else by the ``max``.
+        where pages go by that, else by the ``max``; a softmax over all pages there is none.
       candidates: with two levels, pages that are scored for every page of the budget, in whole blocks, the current one
         besides. A cache of no more blocks is scored on one level.
 
@@ -69,7 +70,7 @@ class Quest(PagePolicy):
     variant: Variant = "quest"
     ranking: Ranking | None = None
     beta: float = 0.5
-    reduce: Reduce = "mean"
+    reduce: Reduce | None = None
     dense_layers: int = 2
     sink_pages: int = 1
     dense_below: int | Literal["auto"] = 0
@@ -90,12 +91,13 @@ class Quest(PagePolicy):
             if value < least:
                 raise ValueError(f"Quest: expected {name} to be at least {least}, got {value}.")
         for name, choices in (("variant", Variant), ("ranking", Ranking), ("reduce", Reduce)):
-            if getattr(self, name) not in choices.__args__ and (name, getattr(self, name)) != ("ranking", None):
+            value = getattr(self, name)
+            if value not in choices.__args__ and (value is not None or name == "variant"):
                 known = ", ".join(repr(choice) for choice in choices.__args__)
-                raise ValueError(f"Quest: expected {name} to be one of {known}, got {getattr(self, name)!r}.")
+                raise ValueError(f"Quest: expected {name} to be one of {known}, got {value!r}.")
         if not 0 <= self.beta <= 1:
             raise ValueError(f"Quest: expected beta in [0, 1] (0: middle of the box, 1: the bound), got {self.beta}.")
-        if self.block_pages is not None and self.reduce.endswith("softmax") and self.variant != "sim":
+        if self.block_pages is not None and self._reduce.endswith("softmax"):
             raise ValueError(
                 f"Quest: expected another reduce than {self.reduce!r} with block_pages, got both: it weighs a head by "
                 "its softmax over all pages, and two levels do not score them all; take 'mean'."
@@ -164,7 +166,10 @@ class Quest(PagePolicy):
 
     @property
     def _reduce(self) -> Reduce:
-        return "per_head" if self.variant == "sim" else self.reduce
+        if self.variant == "sim":
+            return "per_head"
+        one_level = self.variant == "quest" and self.block_pages is None
+        return self.reduce or ("max_softmax" if one_level else "mean")
 
     @property
     def _box_size(self) -> float:
@@ -213,7 +218,9 @@ class Quest(PagePolicy):
         reduce = self._reduce
         rows, kv_heads, group, pages = by_head.shape
         live = (jnp.arange(pages) * page_size < lengths[:, None])[:, None]
-        by_head = jnp.where(live[:, None], by_head, -jnp.inf)
+        # In a softmax one bound that overflowed would make all of them NaN.
+        most = float(jnp.finfo(jnp.float32).max) / 2
+        by_head = jnp.where(live[:, None], jnp.nan_to_num(by_head, nan=most, posinf=most, neginf=-most), -jnp.inf)
         if reduce == "per_head":
             return by_head.reshape(rows, -1, pages)
         if reduce == "mean":
@@ -221,8 +228,9 @@ class Quest(PagePolicy):
         if reduce == "max":
             return by_head.max(axis=2)
         if reduce in ("sum_softmax", "max_softmax"):
-            shares = jax.nn.softmax(by_head * head_dim**-0.5, axis=-1)
-            shared = shares.sum(axis=2) if reduce == "sum_softmax" else shares.max(axis=2)
+            # Logarithms: of a head that looks at one page, all other shares are 0, and ties, in float32.
+            shares = jax.nn.log_softmax(by_head * head_dim**-0.5, axis=-1)
+            shared = jax.nn.logsumexp(shares, axis=2) if reduce == "sum_softmax" else shares.max(axis=2)
         else:
             # The turn at which the heads, picking one page after the other, would take each of their best.
             best = largest(by_head, min(-(-self.budget // page_size), pages))
@@ -267,10 +275,12 @@ _BOUNDS = "1 / S + B / L"
 METHODS = (
     Method(
         "quest", Quest, ("decode",), _BOUNDS,
-        "[Quest](https://arxiv.org/abs/2406.10774) ranked by a shrunk box, with the first page, one list per KV head",
+        "[Quest](https://arxiv.org/abs/2406.10774) ranked by a shrunk box, with the first page, one list per KV head "
+        "by the largest of its heads' softmax over pages",
     ),
     Method(
-        "quest_box", lambda budget: Quest(budget, ranking="box"), ("decode",), _BOUNDS, "the same ranked by the bound"
+        "quest_box", lambda budget: Quest(budget, ranking="box", reduce="mean"), ("decode",), _BOUNDS,
+        "`quest_mean` ranked by the bound",
     ),
     Method(
         "quest_kernel", lambda budget: Quest(budget, variant="kernel"), ("decode",), _BOUNDS,
@@ -293,8 +303,8 @@ METHODS = (
         "one list by the sum of the heads' softmax over pages",
     ),
     Method(
-        "quest_max_softmax", lambda budget: Quest(budget, reduce="max_softmax"), ("decode",), _BOUNDS,
-        "the same by their largest",
+        "quest_mean", lambda budget: Quest(budget, reduce="mean"), ("decode",), _BOUNDS,
+        "one list by the mean of the heads' scores",
     ),
     Method(
         "quest_max", lambda budget: Quest(budget, reduce="max"), ("decode",), _BOUNDS,

@@ -11,6 +11,7 @@ from quest_jax.pallas_kernels.metadata import Kind
 from quest_jax.policies.base import LayerView, Selection, Sizes
 from quest_jax.policies.lists import marked
 from quest_jax.policies.method import Method
+from quest_jax.policies.page_memory import Pages, Real, rewrite
 from quest_jax.policies.quest import Quest
 
 
@@ -43,12 +44,13 @@ class Compensated(Quest):
         return jnp.zeros((sizes.rows, sizes.kv_heads, sizes.pages, 2 * sizes.head_dim), jnp.float32)
 
     def remember(self, k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], view: LayerView) -> Any:
-        """Adds the new tokens to their pages."""
-        at = view.starts[:, None] + jnp.arange(k.shape[1])
-        pages = jnp.where(at < view.lengths[:, None], at // view.page_size, view.pages_per_row)  # out of range: dropped
-        new = jnp.concatenate([k, v], axis=-1).astype(jnp.float32)  # [B, T, K, 2 D]
-        rows = jnp.arange(len(k))[:, None, None], jnp.arange(k.shape[2]), pages[..., None]
-        return view.memory.at[rows].add(new, mode="drop")
+        """Makes the sums of the pages that were written to."""
+        del v
+
+        def sums(keys: Pages, values: Pages, real: Real) -> Float[Array, "B K n width"]:
+            return jnp.where(real, jnp.concatenate([keys, values], axis=-1), 0).sum(axis=-2)
+
+        return rewrite(view.memory, k, view, sums)
 
     def beside(
         self, q: Float[Array, "B T H D"], view: LayerView, selection: Selection, lse: Float[Array, "B T H"]
@@ -73,7 +75,7 @@ class Compensated(Quest):
 
 METHODS = (
     Method(
-        "quest_compensated", Compensated, ("decode",), "2 / S + B / L",
-        "`quest`, and every page that is not read as one token: its mean key and value",
+        "quest_compensated", lambda budget: Compensated(budget, reduce="mean"), ("decode",), "2 / S + B / L",
+        "`quest_mean`, and every page that is not read as one token: its mean key and value",
     ),
 )  # fmt: skip

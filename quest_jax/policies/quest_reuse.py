@@ -89,7 +89,7 @@ class QuestReuse(Quest):
 
 METHODS = (
     Method(
-        "quest_reuse", QuestReuse, ("decode",), "1 / (8 S) + B / L",
-        "`quest`, which chooses anew every 8 steps of a row",
+        "quest_reuse", lambda budget: QuestReuse(budget, reduce="mean"), ("decode",), "1 / (8 S) + B / L",
+        "`quest_mean`, which chooses anew every 8 steps of a row",
     ),
 )  # fmt: skip

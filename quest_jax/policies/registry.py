@@ -17,15 +17,33 @@ def methods() -> Mapping[str, Method]:
     """Returns every method by its name, in the order of the files' names.
 
     Raises:
-      ValueError: two methods of one name.
+      ValueError: two methods of one name, or a ``METHODS`` that holds something else.
+      ImportError: what a file imports is not there.
     """
     found: dict[str, Method] = {}
-    for module in sorted(pkgutil.iter_modules(quest_jax.policies.__path__), key=lambda module: module.name):
-        for method in getattr(importlib.import_module(f"quest_jax.policies.{module.name}"), "METHODS", ()):
+    files: dict[str, str] = {}
+    for file in sorted(module.name for module in pkgutil.iter_modules(quest_jax.policies.__path__)):
+        for method in _methods_of(file):
             if method.name in found:
-                raise ValueError(f"{module.name}.py: a method {method.name!r} is in another file already; rename it.")
-            found[method.name] = method
+                raise ValueError(
+                    f"quest_jax/policies: {files[method.name]}.py and {file}.py both have a method {method.name!r}; "
+                    "rename one."
+                )
+            found[method.name], files[method.name] = method, file
     return MappingProxyType(found)
+
+
+def _methods_of(file: str) -> tuple[Method, ...]:
+    try:
+        listed = getattr(importlib.import_module(f"quest_jax.policies.{file}"), "METHODS", ())
+    except ImportError as error:
+        raise ImportError(f"quest_jax/policies/{file}.py: {error}") from error
+    if not isinstance(listed, tuple | list) or not all(isinstance(one, Method) for one in listed):
+        raise ValueError(
+            f"quest_jax/policies/{file}.py: expected METHODS to be a tuple of quest_jax.policies.method.Method, such "
+            f"as (Method(...),), got {listed!r}."
+        )
+    return tuple(listed)
 
 
 def find(name: str) -> Method:

@@ -1,15 +1,17 @@
 """The first tokens and the last ones: StreamingLLM (Xiao et al., arXiv 2309.17453) without its re-rotation."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from quest_jax.pallas_kernels.pages import pool_shape
-from quest_jax.policies.base import LayerView
+from quest_jax.policies.base import LayerView, Selection
 from quest_jax.policies.chunk_lists import ChunkListPolicy
-from quest_jax.policies.lists import ListPolicy
+from quest_jax.policies.compact import is_compact, positions
+from quest_jax.policies.lists import ListPolicy, everything
 from quest_jax.policies.method import Method
 
 
@@ -38,6 +40,29 @@ class SinkWindow(ListPolicy):
                 f"budget of {self.budget}; raise it, or pass a smaller sink=."
             )
 
+    @property
+    def drops(self) -> bool:
+        """For good, where it lists tokens: neither the sinks nor the window ever come back to them."""
+        return self.granularity == "token"
+
+    def real(self, view: LayerView) -> Bool[Array, "B #K L"]:
+        """The sinks, and the window that ends with the last token."""
+        at, lengths = positions(view), view.lengths[:, None, None]
+        return (at >= 0) & (at < lengths) & ((at < self.sink) | (at >= lengths - (self.budget - self.sink)))
+
+    def observe(
+        self, q: Float[Array, "B T H D"], view: LayerView, seen: Bool[Array, "B K L"] | None, lse: Float[Array, "B T H"]
+    ) -> Any:
+        """Frees, in a compact layer, the slot of what has left the window."""
+        del q, seen, lse
+        return view.memory | {"alive": self.real(view)} if is_compact(view.memory) else view.memory
+
+    def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
+        """The sinks and the window."""
+        if not is_compact(view.memory):
+            return super().choose(q, view, implementation)
+        return everything(self.real(view), self.budget)
+
     def score(self, q: Float[Array, "B *T H D"], view: LayerView) -> Float[Array, "B lists N"]:
         """The position; of a sink infinity."""
         unit = self.unit(view.page_size)
@@ -62,6 +87,7 @@ METHODS = (
     Method(
         "sink_window", SinkWindow, ("decode",), "B / L",
         "[StreamingLLM](https://arxiv.org/abs/2309.17453) without its re-rotation: the first 4 tokens and the last",
+        kind="evict",
     ),
     Method("sink_window_chunk", SinkWindowChunk, ("prefill",), "(B + T) / L", "the same of the past, for a chunk"),
 )  # fmt: skip

@@ -9,9 +9,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from quest_jax.policies.base import LayerView, Policy, Selection, Sizes
+from quest_jax.policies.compact import is_compact
 from quest_jax.policies.evicting import EvictingPolicy
 from quest_jax.policies.exact import logits_of_row
-from quest_jax.policies.lists import best
+from quest_jax.policies.lists import best, everything
 from quest_jax.policies.method import Method
 
 
@@ -43,6 +44,7 @@ class SnapKV(EvictingPolicy):
 
     copies_keys: ClassVar[bool] = True
     grows: ClassVar[bool] = True
+    forgets: ClassVar[tuple[str, ...]] = ("queries", "cut")
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,6 +67,10 @@ class SnapKV(EvictingPolicy):
         """With queries of the same window."""
         return isinstance(other, SnapKV) and self.prompt_queries == other.prompt_queries
 
+    def settled(self, view: LayerView) -> Bool[Array, "B"]:
+        """Those that were cut, and those with nothing to cut."""
+        return view.memory["cut"] | (view.lengths <= self.budget)
+
     def new_memory(self, layer: int, sizes: Sizes) -> Any:
         """``alive``; the last ``queries`` ``[B, window, H, D]``; and which rows are ``cut`` to the budget, ``[B]``."""
         if sizes.heads is None:
@@ -77,6 +83,8 @@ class SnapKV(EvictingPolicy):
     ) -> Any:
         """Keeps the last queries of a prompt; after a step that chose, buries what it left out."""
         memory = super().observe(q, view, seen, lse)
+        if is_compact(memory):
+            return memory
         if seen is not None and q.shape[1] == 1:
             return memory | {"cut": memory["cut"] | (view.lengths > view.starts)}
         every = jnp.concatenate([memory["queries"], q.astype(jnp.float32)], axis=1)
@@ -88,19 +96,21 @@ class SnapKV(EvictingPolicy):
         del implementation
         if q.shape[1] != 1:
             raise ValueError(f"SnapKV: expected one query token per row, got {q.shape[1]}.")
+        if is_compact(view.memory):
+            return everything(self.real(view), view.capacity)
         cut, alive, new = view.memory["cut"], view.memory["alive"], view.lengths - view.starts
         nothing = jnp.zeros(alive.shape, jnp.float32)
         rank = lax.cond((~cut & (new > 0)).any(), lambda: self.rank(view), lambda: nothing)
         place = jnp.arange(view.capacity)
-        rank = jnp.where(place >= (view.starts - self.prompt_queries)[:, None, None], jnp.inf, rank)
         rank = jnp.where(alive & (place < view.lengths[:, None, None]), rank, -jnp.inf)
         first = jnp.minimum(view.starts, self.budget) + new
         return best(rank, jnp.where(cut[:, None], self.available(view), first[:, None]), view.capacity)
 
     def rank(self, view: LayerView) -> Float[Array, "B K L"]:
-        """The pooled weights of what lies before the window."""
+        """The pooled weights of what lies before the window; in it infinity."""
         args = jnp.arange(len(view.starts)), view.memory["queries"], view.starts
-        return lax.map(lambda one: self._rank_of_row(view, *one), args)
+        window = jnp.arange(view.capacity) >= (view.starts - self.prompt_queries)[:, None, None]
+        return jnp.where(window, jnp.inf, lax.map(lambda one: self._rank_of_row(view, *one), args))
 
     def _rank_of_row(self, view: LayerView, row: Int[Array, ""], q: Float[Array, "w H D"], prompt: Int[Array, ""]):
         """[K, L]; queries of before the prompt's first token give nothing."""

@@ -10,6 +10,7 @@ from quest_jax.models.rope import apply_rope, attention_scaling, rope_rotation
 from quest_jax.pallas_kernels.page_attention.op import page_attention
 from quest_jax.pallas_kernels.pages import as_tokens, pool_shape
 from quest_jax.policies.base import LayerView, Policy, Selection
+from quest_jax.policies.compact import as_slots
 from quest_jax.policies.method import Method
 from quest_jax.policies.sink_window import SinkWindow
 
@@ -81,15 +82,19 @@ class StreamingLLM(SinkWindow):
         Raises:
           NotImplementedError: rows may outgrow the length up to which the keys' frequencies stay the same.
         """
-        dense = super().is_dense(layer, view)
+        if not (dense := super().is_dense(layer, view)):
+            self.check_room(view.capacity)
+        return dense
+
+    def check_room(self, tokens: int) -> None:
+        """Raises NotImplementedError, see :meth:`is_dense`."""
         limit = None if self.rope is None else self.rope.original_max_positions
-        if not dense and self.rope and self.rope.kind in ("dynamic", "longrope") and view.capacity > (limit or 0):
+        if self.rope and self.rope.kind in ("dynamic", "longrope") and tokens > (limit or 0):
             raise NotImplementedError(
                 f"StreamingLLM: RoPE type {self.rope.kind!r} rotates rows of more than {limit} tokens by other "
-                f"frequencies, and the keys in the cache have those of their time; got room for {view.capacity}. Take "
+                f"frequencies, and the keys in the cache have those of their time; got room for {tokens}. Take "
                 "a smaller capacity, or sink_window, which moves nothing."
             )
-        return dense
 
     def in_place(self, selection: Selection, view: LayerView) -> Selection:
         """All but the sinks; all, of rows within the budget."""
@@ -107,8 +112,9 @@ class StreamingLLM(SinkWindow):
         lists = len(q), pool_shape(view.kv).kv_heads
         counts = jnp.where(view.lengths > self.budget, self.sink, 0)
         kv, table = as_tokens(view.kv, view.page_table)
+        slots = as_slots(view)  # the sinks are the first, in a compact layer too
         return page_attention(
-            self._turned(q, view), kv, view.starts, view.lengths, table,
+            self._turned(q, view), kv, slots.starts, slots.lengths, table,
             pages=jnp.broadcast_to(jnp.arange(self.sink, dtype=jnp.int32), (*lists, self.sink)),
             counts=jnp.broadcast_to(counts[:, None], lists).astype(jnp.int32),
         )  # fmt: skip

@@ -115,7 +115,8 @@ class Twilight(Policy):
     def choose(self, q: Float[Array, "B T H D"], view: LayerView, implementation: str | None) -> Selection:
         """Quest's candidates, then the pages of most mass among them."""
         size = view.page_size
-        found = Quest(self._pages_scored(size) * size, beta=self.beta).choose(q, view, implementation)
+        first = Quest(self._pages_scored(size) * size, beta=self.beta, reduce="mean")
+        found = first.choose(q, view, implementation)
         rows, kv_heads, count = found.pages.shape
         flat = (jnp.arange(rows)[:, None] * kv_heads + jnp.arange(kv_heads))[
             ..., None
@@ -138,7 +139,7 @@ class Twilight(Policy):
 METHODS = (
     Method(
         "twilight", Twilight, ("decode",), "1 / S + (1 / 4 + 4 / D) B / L + at most B / L",
-        "[Twilight](https://arxiv.org/abs/2502.02770) by pages: of `quest`'s of four budgets, those with 85 % of the "
-        "attention by keys in 4 bits", exact=False,
+        "[Twilight](https://arxiv.org/abs/2502.02770) by pages: of `quest_mean`'s of four budgets, those with 85 % of "
+        "the attention by keys in 4 bits", exact=False,
     ),
 )  # fmt: skip

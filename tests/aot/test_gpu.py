@@ -54,6 +54,13 @@ class TestEveryArchitecture:
         assert sum("mosaic_gpu" in one for one in ran) == 3
         assert sum("__gpu$TopK" in one for one in ran) == 1
 
+    def test_a_softmax_over_pages_is_one_more(self, architecture):
+        """The default; the group's largest joins what prepares the selection."""
+        ran = compiled(architecture)[0]["chain by softmax"]
+        assert len(ran) == 8 and sum("log_softmax" in one for one in ran) == 1, ran
+        assert sum("mosaic_gpu" in one for one in ran) == 3
+        assert sum("__gpu$TopK" in one for one in ran) == 1
+
     def test_a_layer_of_the_decode_step_is_six_launches(self, architecture):
         ran = compiled(architecture)[0]["step"]["launches"]
         counts = [launch for launch in ran if "/attend/" in launch and launch.endswith("/broadcast_in_dim")]

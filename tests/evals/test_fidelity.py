@@ -13,18 +13,18 @@ from quest_jax.policies.oracle import Oracle
 from quest_jax.policies.random_tokens import Random
 from quest_jax.policies.sink_window import SinkWindow
 from quest_jax.policies.sparq import SparQ
-from tests.models_for_tests import tiny
+from tests.models_for_tests import deep
 
 IDS, QUERIES, PAGE = [(7 * i * i + i) % 97 for i in range(300)], 12, 8
 
 
 def measured(**policies):
-    return fidelity.run(tiny(), IDS, policies, queries=QUERIES, page_size=PAGE)
+    return fidelity.run(deep(), IDS, policies, queries=QUERIES, page_size=PAGE)
 
 
 @pytest.mark.slow
 def test_the_figures_of_a_window_are_those_of_numpy():
-    params, policy = tiny(), SinkWindow(40)
+    params, policy = deep(), SinkWindow(40)
     found = measured(window=policy)["window"]
     captured = capture(params, IDS, PAGE)
     config = params.config
@@ -66,7 +66,7 @@ def test_what_a_sound_method_must_show():
     assert found["quest"].share == pytest.approx((5 + 37 / 8) / 37, rel=0.03)
     row = json.loads(json.dumps(fidelity.as_json(found)))["quest"]
     assert row["mass"] == pytest.approx(found["quest"].mass.mean())
-    assert np.shape(row["error_by_layer_and_head"]) == (tiny().config.n_layers - 2, tiny().config.n_heads)
+    assert np.shape(row["error_by_layer_and_head"]) == (deep().config.n_layers - 2, deep().config.n_heads)
 
 
 def test_lists_per_head_are_counted_once_where_a_group_reads_together():
@@ -83,19 +83,19 @@ def test_the_needle_counts_in_the_heads_that_look_at_it():
     start, end = 17, 22
     far, policies = SinkWindow(40), {"oracle": Oracle(40), "sink": SinkWindow(100, sink=60), "half": Oracle(150)}
     found = fidelity.run(
-        tiny(), IDS, {"far": far, **policies}, queries=QUERIES, page_size=PAGE, needle=(start, end)
+        deep(), IDS, {"far": far, **policies}, queries=QUERIES, page_size=PAGE, needle=(start, end)
     )  # fmt: skip
     assert found["far"].needle == 0 and found["sink"].needle == 1
     assert 0 < found["oracle"].needle < found["half"].needle <= 1
     assert measured(far=far)["far"].needle is None
     with pytest.raises(ValueError, match="expected a needle before the last 12 tokens, within 288"):
-        fidelity.run(tiny(), IDS, {"far": far}, queries=QUERIES, needle=(280, 290))
+        fidelity.run(deep(), IDS, {"far": far}, queries=QUERIES, needle=(280, 290))
 
 
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ValueError, match="expected policies and 1 to 299 queries .* got 0 and 12"):
         measured()
     with pytest.raises(ValueError, match="got 1 and 300"):
-        fidelity.run(tiny(), IDS, {"full": quest_jax.Dense()}, queries=300)
+        fidelity.run(deep(), IDS, {"full": quest_jax.Dense()}, queries=300)
     with pytest.raises(ValueError, match="at least one page"):
         measured(quest=quest_jax.Quest(4))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from quest_jax.evals.interval import bootstrap
+from quest_jax.evals.interval import bootstrap, share
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says():
@@ -30,3 +30,11 @@ def test_texts_of_different_sizes_weigh_by_their_questions():
 def test_what_has_no_mean_is_refused(values, groups):
     with pytest.raises(ValueError, match="bootstrap: expected"):
         bootstrap(values, groups)
+
+
+def test_all_alike_is_no_certainty():
+    """The ends are where the binomial tail is 2.5 %."""
+    right, wrong = share([1.0] * 12), share([0.0] * 12)
+    assert right.low**12 == pytest.approx(0.025) and (right.mean, right.high) == (1, 1)
+    assert (wrong.mean, wrong.low, wrong.high) == (0, 0, pytest.approx(1 - right.low))
+    assert share([1.0, 0.0, 0.5]) == bootstrap([1.0, 0.0, 0.5])

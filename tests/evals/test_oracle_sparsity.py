@@ -11,7 +11,7 @@ from quest_jax.evals import oracle_sparsity
 from quest_jax.evals.oracle_sparsity import Sparsity
 from quest_jax.models import llama
 from quest_jax.params import Params
-from tests.models_for_tests import CONFIG, tiny
+from tests.models_for_tests import DEEP, deep
 
 IDS, DECODED = [(7 * i * i + i) % 97 for i in range(90)], 10
 BUDGETS = (4, 20, 89)
@@ -51,7 +51,7 @@ def nll_of(found):
 
 def shallow():
     """The first two layers."""
-    params = tiny()
+    params = deep()
     weights = {name: part for name, part in params.weights.items() if name not in ("layer_2", "layer_3")}
     return Params(weights, dataclasses.replace(params.config, n_layers=2))
 
@@ -106,10 +106,10 @@ def test_what_a_layer_needs():
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        oracle_sparsity.run(tiny(), IDS, **options)
+        oracle_sparsity.run(deep(), IDS, **options)
 
 
 def test_a_model_with_windows_is_refused():
-    params = tiny().replace(config=dataclasses.replace(CONFIG, windows=(8, 0, 8, 0)))
+    params = deep().replace(config=dataclasses.replace(DEEP, windows=(8, 0, 8, 0)))
     with pytest.raises(NotImplementedError, match="one with windows"):
         oracle_sparsity.run(params, IDS, decoded=DECODED)

@@ -39,13 +39,14 @@ def test_the_last_400_characters_are_fed_apart():
         assert one.context.startswith("There is an important info hidden")
 
 
-@pytest.mark.slow(seconds=200)
-@pytest.mark.parametrize("n_tokens", [4096, 2048])
-def test_half_the_budget_keeps_nine_of_ten_answers_of_the_real_model(n_tokens):
+# At every tenth of the depth; `quest-jax eval passkey --cases 20` asks at every twentieth, and at other lengths.
+@pytest.mark.slow(seconds=300)
+def test_half_the_budget_keeps_nine_of_ten_answers_of_the_real_model():
+    n_tokens = 4096
     tokenizer, params = load_tokenizer("smollm2-135m"), load("smollm2-135m")
-    asked = contexts.gather(tokenizer, registry.find("passkey").make(tokenizer, n_tokens, 20))
+    asked = contexts.gather(tokenizer, registry.find("passkey").make(tokenizer, n_tokens, 10))
     policies = {"full": Dense(), "quest half": Quest(n_tokens // 2)}
-    full, half = report.rows(retention.run(params, tokenizer, asked, policies))
+    full, half = report.rows(retention.run(params, tokenizer, asked, policies, batch=5))
     assert full.right["sparse"].mean >= 0.9, full
     assert half.kept["sparse"] is not None and half.kept["sparse"].mean >= 0.9, half
     assert half.share < 0.75

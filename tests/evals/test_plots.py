@@ -39,7 +39,9 @@ def test_a_value_against_the_bytes_read(tmp_path):
     assert [one.get_color() == plots.GREY for one in (line(figure, name) for name in CURVES)] == [True, False, True]
     bars = [[segment.tolist() for segment in bars.get_segments()] for bars in axes.collections]
     assert bars[0] == [[[10, 0.3], [10, 0.5]], [[50, 0.7], [50, 0.9]]]
-    assert axes.xaxis.get_major_formatter()(20.0, 0) == "20 %"
+    assert axes.xaxis.get_major_formatter()(20.0, 0) == "20 %" and axes.get_yscale() == "linear"
+    axes = plots._bytes_figure(CURVES, "KL", "", [], None, log=True).axes[0]
+    assert axes.get_yscale() == "log" and axes.yaxis.get_major_formatter()(0.001, 0) == "0.001"
     plots.against_bytes(CURVES, tmp_path / "a.png", ylabel="accuracy", highlight=["quest"], floor=0.05)
     assert is_png(tmp_path / "a.png")
 

@@ -32,7 +32,7 @@ def test_means_and_what_is_kept_of_dense():
     # Of the first, second and fourth question; the fourth is answered better than by dense attention.
     assert quest.kept["sparse"].mean == pytest.approx(2 / 3)
     assert quest.kept["sparse"].low == 0 and quest.kept["sparse"].high == 1
-    assert more.kept["sparse"][:] == (1, 1, 1) and full.kept["dense"][:] == (1, 1, 1)
+    assert more.kept["sparse"][:] == (1, pytest.approx(0.025 ** (1 / 3)), 1) and full.kept["dense"][:] == (1, 1, 1)
     assert full.perplexity == pytest.approx(np.exp(2)) and quest.perplexity == pytest.approx(np.exp(2.5))
     assert quest.gap.mean == pytest.approx(0.5) and full.gap.mean == 0 and quest.kl.mean == 0.25
 
@@ -42,17 +42,17 @@ def test_nothing_is_kept_of_no_answers():
     line = report.rows(none)[1]
     assert line.kept["sparse"] is None and line.gap is None
     headings, cells = report.cells(report.rows(none))
-    assert headings == ["method, budget", "bytes of dense", "right", "of dense's"]
-    assert cells[1] == ["quest 1", "50.0%", "50% [0, 100]", "-"]
+    assert headings == ["method, budget", "bytes of dense", "GB read", "right", "of dense's"]
+    assert cells[1] == ["quest 1", "50.0%", "5e-08", "50% [0, 100]", "-"]
 
 
 def test_tables_and_files_have_every_row():
     lines = report.rows(FOUND)
     text = report.table(lines, "facts").for_document()
     assert text.startswith(
-        "**facts**\n\n| method, budget | bytes of dense | right | of dense's | question dense: right"
+        "**facts**\n\n| method, budget | bytes of dense | GB read | right | of dense's | question dense: right"
     )
-    assert text.count("\n|") == 5 and "| quest 256 | 50.0% | 75% [" in text and "0.5000 [" in text
+    assert text.count("\n|") == 5 and "| quest 256 | 50.0% | 5e-08 | 75% [" in text and "0.5000 [" in text
     table = report.table(lines, "facts [1]").for_terminal()
     assert table.row_count == 3 and str(table.title) == "facts [1]"
     loaded = json.loads(json.dumps(report.as_json(FOUND, lines), allow_nan=False))
@@ -66,3 +66,10 @@ def test_curves_are_points_of_bytes_and_values():
     assert list(found) == ["full", "quest"] and found["quest"] == [(0.5, 0.25, 0.25, 0.25), (0.75, 0.0, 0.0, 0.0)]
     assert report.curves(lines, "kept", "sparse")["quest"][0][:2] == pytest.approx((0.5, 2 / 3))
     assert np.array(report.curves(lines, "gap")["full"]).tolist() == [[1, 0, 0, 0]]
+
+
+def test_how_many_dense_attention_answers_is_said():
+    assert report.counts(FOUND) == (
+        "4 questions decoded by the method, of which dense attention answers 2.5; 4 questions read in the prompt, of "
+        "which dense attention answers 4; 3 tokens of text"
+    )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quest_jax import Dense, Quest, QuoKA, feed_tokens, prefill
+from quest_jax import Dense, Quest, QuoKA, feed_tokens, generate, prefill
 from quest_jax.evals import contexts, retention
 from quest_jax.evals.ask import ask
 from quest_jax.evals.samples import Sample
@@ -90,7 +90,14 @@ def test_a_method_of_prefill_reads_context_and_question(found):
     )  # fmt: skip
     assert read["full"].answers["dense"] == found["full"].answers["dense"]
     assert max(map(max, read["full"].kl)) < 1e-5 < max(map(max, read["quoka 16"].kl))
-    assert read["quoka 16"].share == 1  # decoding is dense
+    # Decoding is dense; what counts are the chunks of the contexts.
+    alone = [
+        generate(tiny(), [list(one.ids)], prefill_policy=policies["quoka 16"], max_new_tokens=1).stats.prefill
+        for one in draw()
+    ]
+    assert read["quoka 16"].read == {"prompt": sum(int(one.bytes_read().sum()) for one in alone)}
+    assert read["quoka 16"].dense == {"prompt": sum(int(one.bytes_dense().sum()) for one in alone)}
+    assert read["full"].share == 1 != read["quoka 16"].share
     context = draw()[1]
     state = prefill(tiny(), [list(context.ids)], prefill_policy=policies["quoka 16"], capacity=160, eos_token_ids=())
     state = contexts.read_on(tiny(), state, [context.asked[0].ids[:-1]])
@@ -143,6 +150,26 @@ def test_an_interrupted_run_goes_on_where_it_was(found, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert again["h2o 24"]._replace(seconds=0) == found["h2o 24"]._replace(seconds=0)
     assert retention.run(tiny(), NumberTokenizer(), draw(), policies, store=Store(tmp_path), **given) == again
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda cell: cell["sparse"].pop("scores"), lambda cell: cell["sparse"].update(scores="x"),
+    lambda cell: cell["sparse"]["scores"][0].pop(), lambda cell: cell["sparse"].update(read=1.5),
+    lambda cell: cell["sparse"]["answers"].pop(),
+])  # fmt: skip
+def test_a_damaged_result_is_named(tmp_path, spoil):
+    policies, given = {"full": Dense()}, dict(modes=("sparse",), batch=3)
+    cell = {"answers": [["a", "b"], ["c"], ["d"]], "scores": [[1.0, 0.0], [1.0], [0.0]], "read": 1, "dense": 1}
+    key = {"method": "full", "page_size": 16, "modes": ["sparse"], "prefills": False, "contexts": [0, 3]}
+    result = {"sparse": cell, "seconds": 1.0}
+    Store(tmp_path).put(key, result)
+    found = retention.run(tiny(), NumberTokenizer(), draw(), policies, store=Store(tmp_path), **given)
+    assert found["full"].scores == {"sparse": [1.0, 0.0, 1.0, 0.0]}
+    spoil(result)
+    Store(tmp_path).put(key, result)
+    path = next(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=f"{path.name}: expected a result of an earlier run, got a damaged file"):
+        retention.run(tiny(), NumberTokenizer(), draw(), policies, store=Store(tmp_path), **given)
 
 
 def test_methods_that_remember_start_from_their_own_prompt_once_for_all_budgets():

@@ -22,13 +22,15 @@ def test_methods_compare_at_equal_bytes():
     low, high = [[0.4] * 40, [0.4] * 40], [[0.2] * 40, [0.2] * 40]
     half = [[0.3] * 40, [0.3] * 40]
     found = {
-        "full": make(1000, [[0.0] * 40] * 2, [1.0, 1.0]), "quest 1": make(100, low, [0.0, 0.0]),
-        "quest 2": make(400, high, [1.0, 1.0]), "same 1": make(200, half, [0.5, 0.5]),
+        "full": make(1000, [[0.0] * 40] * 2, [1.0, 1.0]), "quest_mean 1": make(100, low, [0.0, 0.0]),
+        "quest_mean 2": make(400, high, [1.0, 1.0]), "same 1": make(200, half, [0.5, 0.5]),
         "worse 1": make(400, low, [0.0, 1.0]), "less 1": make(50, low, [0.0, 0.0]),
         "more 1": make(900, low, [0.0, 0.0]),
     }  # fmt: skip
     table = study_report.against(found)
-    assert [row[0] for row in table.rows] == ["same 1", "worse 1"], "what lies outside the bytes of quest is left out"
+    assert [row[0] for row in table.rows] == ["same 1", "worse 1"], (
+        "what lies outside the bytes of quest_mean is left out"
+    )
     assert table.rows[0][2] == "+0.0000 [+0.0000, +0.0000]" and table.rows[0][3].startswith("+0.00 [")
     assert table.rows[1][2] == "+0.2000* [+0.2000, +0.2000]" and table.rows[1][3].startswith("-0.50 [-1.00")
 
@@ -54,7 +56,7 @@ def test_every_part_runs_and_fills_its_place(small, folder):
     tables = study_report.tables(found)
     keys = [key for part in study.PARTS for key in study_report.TABLES[part]]
     assert {*tables} == {*keys}
-    names = ["full", "quest 64", "quoka 64"]
+    names = ["full", "quest 64", "quest_mean 64", "quoka 64"]
     assert [row[0] for row in tables["fidelity"].rows] == names == [row[0] for row in tables["decode"].rows]
     document = folder / "study.md"
     document.write_text("\n\n".join("\n".join(study_report.markers(key)) for key in keys))
@@ -75,7 +77,7 @@ def test_every_part_runs_and_fills_its_place(small, folder):
 
 
 def test_what_cannot_run_is_refused(folder):
-    with pytest.raises(ValueError, match="expected parts of decode, fidelity, .* got 'all'"):
+    with pytest.raises(ValueError, match="expected parts of decode, again, fidelity, .* got 'all'"):
         study.check_parts(["all"])
     with pytest.raises(ValueError, match="expected a document with places"):
         study_report.check_places(pathlib.Path("nothing.md"), study.PARTS)

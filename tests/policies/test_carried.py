@@ -14,7 +14,8 @@ from quest_jax.evals.capture import capture
 from quest_jax.policies.less_is_more import LessIsMore
 from quest_jax.policies.quest_reuse import QuestReuse
 from quest_jax.policies.tidal_decode import TidalDecode
-from tests.models_for_tests import CONFIG, tiny
+from tests.models_for_tests import DEEP, deep
+from tests.policies.test_quest import numpy_shared
 
 KV_HEADS, WIDTH, CAPACITY, PAGE, LAYERS = 2, 16, 64, 8, 5
 PROMPTS, STEPS, BUDGET = (50, 13, 41), 3, 24
@@ -147,10 +148,10 @@ def test_layers_that_choose_by_the_depth_and_around_windows():
     assert TidalDecode(64).at(2, 3).role == "whole"
     again = TidalDecode(64, selecting=(2, 3))
     assert [again.at(layer, 5).role for layer in range(5)] == ["whole"] * 3 + ["select", "reuse"]
-    one_in_three = dataclasses.replace(CONFIG, n_layers=32, windows=tuple(0 if i % 3 == 1 else 128 for i in range(32)))
+    one_in_three = dataclasses.replace(DEEP, n_layers=32, windows=tuple(0 if i % 3 == 1 else 128 for i in range(32)))
     fitted = LessIsMore(64).fitted(one_in_three)
     assert fitted.selects_in(32) == (4, 13) and fitted.fitted(one_in_three) == fitted
-    assert LessIsMore(64).fitted(CONFIG) == LessIsMore(64)
+    assert LessIsMore(64).fitted(DEEP) == LessIsMore(64)
 
 
 def bounds(keys, length):
@@ -175,9 +176,8 @@ def test_steps_read_what_the_last_that_chose_has_listed(every, group):
                 elif i % every == 0:
                     low, high = bounds(k[layer, row, :length], length)
                     own = q[layer, row, length - 1].reshape(KV_HEADS, group, 1, WIDTH)
-                    score = (own * ((low + high) / 2)[:, None] + abs(own) * ((high - low) / 4)[:, None]).sum(
-                        axis=(1, 3)
-                    )
+                    by_head = (own * ((low + high) / 2)[:, None] + abs(own) * ((high - low) / 4)[:, None]).sum(axis=-1)
+                    score = np.array([numpy_shared(one, "max_softmax", WIDTH) for one in by_head])
                     score[:, 0] = score[:, -1] = np.inf
                     lists = [sorted(np.argsort(-one, kind="stable")[: BUDGET // PAGE].tolist()) for one in score]
                 else:
@@ -213,7 +213,7 @@ def test_rows_that_are_read_whole_keep_their_list():
 
 @pytest.mark.slow
 def test_a_row_that_has_ended_keeps_its_turn():
-    params, policy = tiny(), QuestReuse(16, every=3, dense_layers=0)
+    params, policy = deep(), QuestReuse(16, every=3, dense_layers=0)
     state = quest_jax.prefill(
         params, [[1, 2, 3, 4] * 12, [5, 6, 7] * 9], policy=policy, page_size=PAGE, eos_token_ids=()
     )
@@ -231,7 +231,7 @@ def test_a_row_that_has_ended_keeps_its_turn():
     LessIsMore(24), TidalDecode(24), QuestReuse(24, every=3),
 ], ids=lambda policy: type(policy).__name__)  # fmt: skip
 def test_generation(policy):
-    params, prompts = tiny(), [[1, 2, 3, 4] * 12, [5, 6, 7] * 9]
+    params, prompts = deep(), [[1, 2, 3, 4] * 12, [5, 6, 7] * 9]
     options = dict(max_new_tokens=10, page_size=PAGE, eos_token_ids=())
     out = quest_jax.generate(params, prompts, policy=policy, **options)
     sparse = np.asarray(out.stats.sparse)
@@ -242,7 +242,7 @@ def test_generation(policy):
     if isinstance(policy, QuestReuse):
         assert ((scored[:, 3] > 0).T == (np.arange(10) % 3 == 0)).all()
     else:
-        np.testing.assert_array_equal(scored[:, 2], CONFIG.n_kv_heads * lengths)
+        np.testing.assert_array_equal(scored[:, 2], DEEP.n_kv_heads * lengths)
         assert not scored[:, 3].any()
     whole = quest_jax.generate(params, prompts, policy=dataclasses.replace(policy, budget=64), **options)
     np.testing.assert_array_equal(whole.tokens, quest_jax.generate(params, prompts, **options).tokens)
@@ -263,23 +263,23 @@ def test_generation(policy):
 @pytest.mark.slow
 def test_figures_of_a_layer_are_by_the_list_that_it_was_handed():
     ids, queries, budget = [(7 * i * i + i) % 97 for i in range(260)], 6, 40
-    found = fidelity.run(tiny(), ids, {"tidal": TidalDecode(budget)}, queries=queries, page_size=PAGE)["tidal"]
+    found = fidelity.run(deep(), ids, {"tidal": TidalDecode(budget)}, queries=queries, page_size=PAGE)["tidal"]
     assert found.mass[0].min() > 1 - 1e-5 and found.error[0].max() < 1e-4
-    captured = capture(tiny(), ids, PAGE)
+    captured = capture(deep(), ids, PAGE)
     masses = []
     for at in range(len(ids) - queries, len(ids)):
         weights = []
         for layer in (2, 3):
-            keys, _ = fidelity._by_position(captured.state.cache.kv[layer], CONFIG.head_dim)
+            keys, _ = fidelity._by_position(captured.state.cache.kv[layer], DEEP.head_dim)
             own = np.asarray(captured.queries[layer][0, at], np.float64)
-            keys = np.repeat(np.asarray(keys[0, : at + 1], np.float64), CONFIG.group_size, axis=1)
-            scores = np.einsum("hd,lhd->hl", own, keys) / np.sqrt(CONFIG.head_dim)
+            keys = np.repeat(np.asarray(keys[0, : at + 1], np.float64), DEEP.group_size, axis=1)
+            scores = np.einsum("hd,lhd->hl", own, keys) / np.sqrt(DEEP.head_dim)
             weights.append(np.exp(scores - scores.max(axis=1, keepdims=True)))
             weights[-1] /= weights[-1].sum(axis=1, keepdims=True)
         mass = weights[0].reshape(KV_HEADS, -1, at + 1).sum(axis=1)
         mass[:, -1] = np.inf
         lists = [np.argsort(-one, kind="stable")[:budget] for one in mass]
-        masses.append([weights[1][h, lists[h // CONFIG.group_size]].sum() for h in range(CONFIG.n_heads)])
+        masses.append([weights[1][h, lists[h // DEEP.group_size]].sum() for h in range(DEEP.n_heads)])
     np.testing.assert_allclose(found.mass[1], np.mean(masses, axis=0), atol=1e-4)
     lengths = np.arange(len(ids) - queries, len(ids)) + 1
     assert found.share == pytest.approx((1.5 * lengths.sum() + budget * queries) / (2 * lengths.sum()))
@@ -295,8 +295,8 @@ def test_what_cannot_work_is_refused(as_a_user):
     with pytest.raises(ValueError, match="layer that sees everything .* got layer 2, which has a window of 8"):
         quest_jax.attend(2, q, kv, kv, state, window=8)
     with pytest.raises(ValueError, match=r"selecting below the 4 layers of the model, got \(2, 13\)"):
-        quest_jax.prefill(tiny(), [[1, 2]], policy=TidalDecode(24, selecting=(2, 13)))
-    windows = dataclasses.replace(CONFIG, windows=(0, 0, 64, 0))
+        quest_jax.prefill(deep(), [[1, 2]], policy=TidalDecode(24, selecting=(2, 13)))
+    windows = dataclasses.replace(DEEP, windows=(0, 0, 64, 0))
     with pytest.raises(ValueError, match=r"layers that see everything, \[0, 1, 3\], got \(2,\)"):
         TidalDecode(24, selecting=(2,)).fitted(windows)
 

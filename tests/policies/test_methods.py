@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import quest_jax
 from quest_jax import cli
 from quest_jax.models.config import LlamaConfig
 from quest_jax.policies import registry
+from quest_jax.policies.lists import ListPolicy
 from quest_jax.policies.method import Method
 from tests.imports import ROOT
 
@@ -150,8 +152,14 @@ def test_a_step_attends_to_what_the_method_lists(name, phase, group):
             np.testing.assert_allclose(out[row, query - length + new], want, atol=1e-5, err_msg=f"{row} {query}")
 
 
-def test_the_table_of_the_readme_is_that_of_the_registry(capsys):
-    assert registry.markdown() in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_table_of_the_readme_is_that_of_the_registry(capsys, tmp_path):
+    readme, written = (ROOT / "README.md").read_text(encoding="utf-8"), tmp_path / "README.md"
+    written.write_text(readme.replace("| `quest` |", "| `older` |"), encoding="utf-8")
+    assert cli.main(["methods", "--write", str(written)]) == 0
+    assert written.read_text(encoding="utf-8") == readme, "renew it: quest-jax methods --write README.md"
+    written.write_text("no place", encoding="utf-8")
+    assert cli.main(["methods", "--write", str(written)]) == 2
+    assert "expected the lines <!-- methods:" in capsys.readouterr().err
     assert cli.main(["methods", "--markdown"]) == 0
     assert capsys.readouterr().out == registry.markdown()
     assert cli.main(["methods"]) == 0
@@ -179,24 +187,69 @@ def _folder():
     return list(importlib.import_module("quest_jax.policies").__path__)
 
 
-def test_names_are_unique_and_known(tmp_path, monkeypatch):
+def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="expected one of .*full.*quest.*got 'quset'"):
         registry.find("quset")
-    (tmp_path / "twice.py").write_text("from quest_jax.policies.full import METHODS as METHODS\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (
+            "from quest_jax.policies.full import METHODS as METHODS", ValueError,
+            "full.py and mine.py both have a method 'full'; rename one",
+        ),
+        (
+            "from quest_jax.policies.full import METHODS as ONE\nMETHODS = ONE[0]", ValueError,
+            r"mine.py: expected METHODS to be a tuple of .*Method, such as \(Method\(...\),\), got Method",
+        ),
+        ("METHODS = (int,)", ValueError, "mine.py: expected METHODS to be a tuple of"),
+        ("import no_such_thing", ImportError, "policies/mine.py: No module named 'no_such_thing'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_lists_no_methods_is_named(tmp_path, monkeypatch, text, error, message):
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     monkeypatch.setattr(importlib.import_module("quest_jax.policies"), "__path__", [*_folder(), str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "quest_jax.policies.mine", raising=False)
     registry.methods.cache_clear()
     try:
-        with pytest.raises(ValueError, match="twice.py: a method 'full' is in another file already"):
+        with pytest.raises(error, match=message):
             registry.methods()
     finally:
         monkeypatch.undo()
         registry.methods.cache_clear()
+        sys.modules.pop("quest_jax.policies.mine", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Misshapen(ListPolicy):
+    def score(self, q, view):
+        return jnp.zeros((len(q), view.capacity))
+
+
+def test_scores_of_another_shape_are_refused(as_a_user):
+    state = quest_jax.init_attention(
+        1, KV_HEADS, WIDTH, batch=3, capacity=64, page_size=PAGE, policy=Misshapen(32, dense_layers=0)
+    )
+    q, k = np.ones((3, 1, 4, WIDTH), np.float32), np.ones((3, 1, KV_HEADS, WIDTH), np.float32)
+    with pytest.raises(ValueError, match=r"Misshapen: expected score to return \[3, 2, 64\], .* got \[3, 64\]"):
+        quest_jax.attend(0, q, k, k, quest_jax.extend(state, np.ones(3, int)))
+
+
+@pytest.mark.parametrize("name", registry.methods())
+def test_what_evicts_says_so(name):
+    assert (registry.find(name).kind == "evict") == (
+        "decode" in registry.find(name).phases and getattr(registry.find(name).make(BUDGET), "drops", False)
+    )
 
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"name": "Quest Box"}, "name in lower case"), ({"phases": ()}, "expected phases"),
-    ({"phases": ("train",)}, "expected phases"),
+    ({"phases": ("train",)}, "expected phases"), ({"phases": "decode"}, "expected phases"),
+    ({"kind": "evicts"}, "expected kind select or evict, got 'evicts'"),
+    ({"make": quest_jax.Quest(64)}, "expected make to be a class of policies, got Quest"),
+    ({"reads": 1}, "expected reads and source in words, got 1"), ({"name": 1}, "name in lower case"),
 ])  # fmt: skip
 def test_a_method_that_is_none_is_refused(as_a_user, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Method(**{"name": "x", "make": quest_jax.Quest, "phases": ("decode",), "reads": "", "source": ""} | changes)

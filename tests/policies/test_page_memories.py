@@ -14,7 +14,8 @@ from quest_jax.policies.arkvale import ArkVale
 from quest_jax.policies.ball import Ball
 from quest_jax.policies.base import Sizes
 from quest_jax.policies.page_memory import Summarized
-from tests.models_for_tests import tiny
+from quest_jax.policies.quest_compensated import Compensated
+from tests.models_for_tests import deep
 from tests.pallas_kernels.cases import Case, queries
 from tests.policies.test_baselines import LENGTHS, listed, view_of
 from tests.policies.test_memories import KV_HEADS, PAGE, PROMPTS, STEPS, WIDTH, draw, run, weights_of
@@ -146,10 +147,10 @@ def test_however_a_group_agrees(reduce):
     compare("ball_box", CASES[2], reduce=reduce, ranking="shrunk_box")
 
 
-@pytest.mark.parametrize("name", ["arkvale", "ball"])
-def test_what_was_overwritten_is_forgotten(name):
+@pytest.mark.parametrize("make", [ArkVale, Ball, Compensated])
+def test_what_was_overwritten_is_forgotten(make):
     q, k, v = (jnp.asarray(x[:, :31]) for x in draw(3))
-    policy = MAKERS[name](BUDGET, dense_layers=0)
+    policy = make(BUDGET, dense_layers=0)
     state = quest_jax.init_attention(1, KV_HEADS, WIDTH, batch=len(q), capacity=96, page_size=PAGE, policy=policy)
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -167,7 +168,7 @@ def test_what_was_overwritten_is_forgotten(name):
 
 @pytest.mark.slow
 def test_a_generation_reads_and_plans_what_it_says():
-    params, policy = tiny(), Ball(24, with_box=True)
+    params, policy = deep(), Ball(24, with_box=True)
     options = dict(page_size=PAGE, eos_token_ids=())
     out = quest_jax.generate(params, [[1, 2, 3, 4] * 12, [5, 6, 7] * 9], policy=policy, max_new_tokens=6, **options)
     used = -(-(48 + 1 + np.arange(6)) // PAGE)

@@ -62,6 +62,7 @@ POLICIES = [
     Quest(64, reduce="max"),
     Quest(64, reduce="sum_softmax"),
     Quest(64, reduce="max_softmax"),
+    Quest(64, reduce="mean"),
     Quest(64, reduce="round_robin"),
     Quest(64, reduce="per_head"),
     Quest(64, ranking="box"),
@@ -93,7 +94,8 @@ def test_takes_what_the_rules_say(policy, case):
     for row, length in enumerate(case.lengths):
         for one in range(pages.shape[1]):
             own = bounds[row, one : one + 1] if per_head else bounds[row].reshape(case.kv_heads, case.group, -1)[one]
-            ranking = own[0] if per_head else numpy_shared(own, policy.reduce, case.head_dim)
+            agreed = policy.reduce or {"quest": "max_softmax", "kernel": "mean"}.get(policy.variant)
+            ranking = own[0] if per_head else numpy_shared(own, agreed, case.head_dim)
             live = pages[row, one, : counts[row, one]]
             assert (np.diff(live) > 0).all(), "ascending, no page twice"
             assert set(live.tolist()) == numpy_select(ranking, length, policy, case.page_size)
@@ -129,11 +131,34 @@ def test_ties_go_to_the_lowest_page():
     assert pages.tolist() == [[[0, 1, 2, 7]] * 2]
 
 
+@pytest.mark.parametrize("bad", [3e38, float("inf"), float("nan")])
+def test_one_bound_that_overflowed_spoils_no_other_page(bad):
+    case = Case(lengths=(128, 100))
+    filled, q = fill(case), queries(case, 1)[:, 0]
+    meta = filled.meta.at[0, :, 3].set(jnp.where(jnp.arange(filled.meta.shape[-1]) < case.head_dim, -bad, bad))
+    policy = Quest(64)
+    scores = policy.score(q, meta, filled.lengths, 16, None)
+    assert not np.isnan(scores).any()
+    pages, _ = policy.select(scores, filled.lengths, 16)
+    assert all({0, 3, 7} <= set(row) for row in pages[0].tolist())
+    other, _ = policy.select(policy.score(q, filled.meta, filled.lengths, 16, None), filled.lengths, 16)
+    assert pages[1].tolist() == other[1].tolist()
+
+
+def test_a_head_sure_of_one_page_still_ranks_the_rest():
+    """Its other shares are below the smallest float32; they must not tie."""
+    policy = Quest(48, sink_pages=0)
+    own = jnp.array([[5000.0, 10, 40, 30, 20, 0, 0, 0]])  # G = 1: its order is the page's order
+    scores = policy.agree(own[None, None], 16, jnp.array([128]), 16)
+    pages, _ = policy.select(scores, jnp.array([128]), 16)
+    assert pages.tolist() == [[[0, 2, 7]]]
+
+
 def test_the_current_page_is_never_the_one_that_gives_way():
     case = Case(lengths=(128,))
     filled, q = fill(case), queries(case, 1)[:, 0]
     huge = filled.meta.at[:, :, :-1].set(jnp.where(jnp.arange(128) < 64, -3e38, 3e38))  # overflows to +inf
-    for policy in (Quest(16), Quest(32), Quest(48, sink_pages=8)):
+    for policy in (Quest(16), Quest(32), Quest(48, sink_pages=8), Quest(32, reduce="mean")):
         scores = policy.score(q, huge, filled.lengths, 16, None)
         pages, counts = policy.select(scores, filled.lengths, 16)
         live = np.asarray(pages)[0, 0, : counts[0, 0]]

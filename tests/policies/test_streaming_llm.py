@@ -182,6 +182,9 @@ def test_what_cannot_work_is_refused(as_a_user):
         with pytest.raises(NotImplementedError, match=f"'{kind}' rotates rows of more than 256 tokens by other"):
             quest_jax.prefill(params, [[1]], policy=StreamingLLM(64), capacity=512)
         quest_jax.plan(params, 1, 256, policy=StreamingLLM(64))
+        state = quest_jax.prefill(params, [[1]], policy=StreamingLLM(64), capacity=256)
+        with pytest.raises(NotImplementedError, match="more than 256 tokens .* got room for 257"):
+            quest_jax.compact(params, state, capacity=257)
 
 
 def test_roles_and_defaults():

@@ -12,7 +12,7 @@ from quest_jax.pallas_kernels.pages import pool_shape
 from quest_jax.policies.base import Sizes
 from quest_jax.policies.four_bits import from_4_bits, to_4_bits
 from quest_jax.policies.twilight import Twilight
-from tests.models_for_tests import tiny
+from tests.models_for_tests import deep
 from tests.pallas_kernels.cases import Case, queries
 from tests.policies.test_baselines import LENGTHS, listed, view_of
 from tests.policies.test_memories import PAGE, PROMPTS, STEPS, draw, run
@@ -107,7 +107,7 @@ def test_every_key_is_kept_however_it_came():
 
 @pytest.mark.slow
 def test_a_generation_reads_no_more_than_the_budget_and_counts_it():
-    params, policy = tiny(), Twilight(32, p=0.3, candidates=2)
+    params, policy = deep(), Twilight(32, p=0.3, candidates=2)
     out = quest_jax.generate(
         params, [[1, 2, 3, 4] * 20], policy=policy, page_size=PAGE, max_new_tokens=6, eos_token_ids=()
     )  # fmt: skip

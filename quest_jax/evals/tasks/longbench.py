@@ -101,14 +101,8 @@ class Data:
 
 
 def draw_records[T](records: list[T], n_cases: int, seed: str) -> list[T]:
-    """``n_cases`` of the records, in their order.
-
-    Raises:
-      ValueError: there are fewer.
-    """
-    if n_cases > len(records):
-        raise ValueError(f"n_cases: expected at most {len(records)}, as many as the file has lines, got {n_cases}.")
-    return [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), n_cases))]
+    """``n_cases`` of the records, or all if there are no more, in their order."""
+    return [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), min(n_cases, len(records))))]
 
 
 def _record(fields: Fields) -> Record:

@@ -32,7 +32,7 @@ class Task:
           tokenizer: anything with ``encode(text, add_special_tokens=...) -> list[int]``; where files are read, with
             ``decode(ids) -> str`` too.
           n_tokens: of context, question and answer together, at most; the contexts come as near as their text allows.
-          n_cases: how many questions.
+          n_cases: how many questions; of a file, at most, as many as it has.
           seed: of what is asked and where it stands.
           path: the directory or file of a task that ``reads`` one.
 
