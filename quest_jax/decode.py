@@ -107,7 +107,8 @@ def prefill(
       budget: tokens that a decode step reads, by ``Quest(budget, dense_below="auto")``: rows so short that reading all
         of them is faster are read whole. None is dense.
       policy: another policy, instead of ``budget``.
-      prefill_budget: past tokens that a chunk of the prompt reads, by QuoKA with its defaults. None is dense.
+      prefill_budget: past tokens that a chunk of the prompt reads, by ``QuoKA(prefill_budget, group="each")``. None is
+        dense.
       prefill_policy: another policy for the prompt, instead of ``prefill_budget``.
       temperature, top_k, top_p: 0 is greedy; see :func:`quest_jax.sampling.make_sampler`.
       seed: one for the batch, or one a row: then a row draws what it would draw alone with its seed.

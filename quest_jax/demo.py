@@ -84,7 +84,7 @@ def run_demo(
     began = time.perf_counter()
     budgets = budgets or [max(page_size, tokens // part // page_size * page_size) for part in (2, 4, 8)]
     policies: dict[str, Policy] = {"dense": Dense(), **{f"Quest {n}": Quest(budget=n) for n in budgets}}
-    quoka = QuoKA(budget=max(page_size, tokens // 4) if prefill_budget is None else prefill_budget)
+    quoka = QuoKA(max(page_size, tokens // 4) if prefill_budget is None else prefill_budget, group="each")
     for policy in (*policies.values(), quoka):
         policy.check(page_size)
     with working(f"loading {model}", err):

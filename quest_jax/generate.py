@@ -1,7 +1,7 @@
 """Generation: read the prompts, then decode in one compiled loop."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -258,6 +258,8 @@ def _check(params, max_new_tokens, stop, tokenizer, options) -> tuple[int, tuple
 
 
 def _as_stop(stop, tokenizer) -> tuple[str, ...]:
+    if not isinstance(stop, str | Iterable | None):
+        raise TypeError(f"stop: expected strings, got {stop!r}.")
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not isinstance(text, str) or not text for text in stop):
         raise ValueError(f"stop: expected non-empty strings, got {stop!r}.")

@@ -140,7 +140,7 @@ def as_prefill_policy(budget: Any, policy: Any, page_size: int) -> Policy:
             f"expected prefill_budget or prefill_policy, got both (prefill_budget={budget!r}); put the budget into the "
             "policy."
         )
-    policy = policy if budget is None else QuoKA(budget=as_size("prefill_budget", budget))
+    policy = policy if budget is None else QuoKA(as_size("prefill_budget", budget), group="each")
     return checked(policy, page_size, prefills=True)
 
 

@@ -19,7 +19,7 @@ class Table(NamedTuple):
         """To be printed by a :class:`rich.console.Console`."""
         shown = rich.table.Table(title=Text(self.title), title_justify="left")
         for i, heading in enumerate(self.headings):
-            shown.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+            shown.add_column(heading, justify="right" if i else "left", no_wrap=not i, overflow="fold")
         for row in self.rows:
             shown.add_row(*row)
         return shown

@@ -9,6 +9,7 @@ import pytest
 
 from quest_jax import Dense, Quest, QuoKA, generate, prefill, replace_policy
 from quest_jax.decode import _prefill_chunk_jit
+from quest_jax.inputs import as_prefill_policy
 from tests.models_for_tests import CONFIG, tiny
 
 RNG = np.random.default_rng(0)
@@ -114,3 +115,17 @@ def test_bad_options_are_refused(as_a_user, options, error, message):
 def test_a_given_chunk_may_repeat_the_policys():
     state = prefill(tiny(), [PROMPTS[0]], prefill_policy=QuoKA(64, chunk=32), chunk=32)
     assert int(state.lengths[0]) == 70 and isinstance(state.attention.policy, Dense)
+
+
+def test_a_budget_lets_every_head_choose():
+    """Not the paper's mean over a group, which loses more at the same bytes: docs/study.md."""
+    assert as_prefill_policy(64, None, 16) == QuoKA(64, group="each") != QuoKA(64)
+    prompt = [i * 7 % 97 for i in range(200)]
+    by_budget, by_policy, by_mean = (
+        prefill(tiny(), [prompt], eos_token_ids=(), **options).logits
+        for options in (
+            {"prefill_budget": 32}, {"prefill_policy": QuoKA(32, group="each")}, {"prefill_policy": QuoKA(32)},
+        )
+    )  # fmt: skip
+    np.testing.assert_array_equal(by_budget, by_policy)
+    assert np.abs(by_budget - by_mean).max() > 1e-4

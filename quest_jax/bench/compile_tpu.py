@@ -199,8 +199,10 @@ def scores_program(
     return Program(name, run, arguments, (), (meta,), _nbytes(meta) // max(1, layers))
 
 
-def token_scores_program(*, rows=2, kv_heads=8, dim=128, page=16, pages=8192, layers=0, dtype="bfloat16") -> Program:
-    """``token_scores`` of 16 queries and all keys."""
+def token_scores_program(
+    *, rows=2, kv_heads=8, queries=64, dim=128, page=16, pages=8192, layers=0, dtype="bfloat16"
+) -> Program:
+    """``token_scores`` of a group's picked queries and all keys."""
     stack = (layers,) if layers else ()
     kv = _array((*stack, kv_heads, rows * pages, page, 2 * stored_head_dim(dim, "fused", "tpu")), dtype)
 
@@ -209,8 +211,8 @@ def token_scores_program(*, rows=2, kv_heads=8, dim=128, page=16, pages=8192, la
         return token_scores(q, kv, weights, ends, layer=layer, implementation="mosaic_tpu")
 
     weights = _array((rows, kv_heads, pages * page), "float32")
-    arguments = (_array((rows, kv_heads, 16, dim), "float32"), kv, weights, _array((rows,)))
-    name = f"token_scores of {pages} pages, R=16 D={dim} S={page} {dtype}"
+    arguments = (_array((rows, kv_heads, queries, dim), "float32"), kv, weights, _array((rows,)))
+    name = f"token_scores of {pages} pages, R={queries} D={dim} S={page} {dtype}"
     return Program(name, run, arguments, (), (kv,), _nbytes(kv) // max(1, layers) + _nbytes(weights))
 
 
@@ -265,7 +267,7 @@ def _large_model(layers, rows, context, page, dim, **policies) -> tuple[Params, 
 
 def prefill_program(*, layers=3, rows=1, context=131072, budget=2048, page=16, dim=128) -> Program:
     """One chunk of a prompt, selected by QuoKA in pages, for the model of :func:`decode_program`."""
-    policy = QuoKA(budget=budget)
+    policy = QuoKA(budget, group="each")
     params, state = _large_model(layers, rows, context, page, dim, prefill_policy=policy)
     cache = tuple(jax.tree.leaves((state.attention.cache.kv, state.attention.cache.meta)))
     # All weights but the embedding's table, all keys to score them, and the pages by budget and of the chunk.
@@ -329,8 +331,8 @@ def kernel_programs() -> list[Program]:
         scores_program(dim=96),
         scores_program(dtype="bfloat16"),
         token_scores_program(),
-        token_scores_program(dim=64, kv_heads=3, pages=320, layers=2, dtype="float32"),
-        token_scores_program(dim=80, page=8, pages=512),
+        token_scores_program(queries=48, dim=64, kv_heads=3, pages=320, layers=2, dtype="float32"),
+        token_scores_program(queries=16, dim=80, page=8, pages=512),
         append_program(),
         append_program(dtype="float32", dim=64, kv_heads=3, table=True, layers=2),
         append_program(tokens=256, table=True),

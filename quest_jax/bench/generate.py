@@ -67,7 +67,7 @@ def time_model(
       progress: told what is done.
     """
     length, dtype = len(prompt), params.dtype.name
-    quoka = QuoKA(prefill_budget)
+    quoka = QuoKA(prefill_budget, group="each")
     first: dict[str, Timing] = {}
     if prompt_rounds:
         first = time_prompts(params, prompt, quoka, prompt_rounds, progress)

@@ -48,22 +48,22 @@ def blocked_attention(q, keys, values, start, block: int = _BLOCK):
     return lax.map(one_head, (grouped, keys, values))
 
 
-def attention_rows(shape_name: str, length: int, budget: int, rounds: int) -> list[Row]:
+def attention_rows(shape_name: str, length: int, policy: QuoKA, rounds: int) -> list[Row]:
     """Times the last chunk of a context in one layer: append, score, select, attend; float32, batch 1.
 
     Args:
       shape_name: of ``SHAPES``.
       length: tokens of context, the chunk's included; a multiple of 1024.
-      budget: past tokens that QuoKA reads.
+      policy: what is compared with dense attention.
       rounds: runs of each.
     """
-    shape, policy = SHAPES[shape_name], QuoKA(budget)
+    shape = SHAPES[shape_name]
     timings = time_interleaved(_attention_calls(shape, length, policy), rounds)
     methods = _methods(policy, *_operations(shape, length, policy))
     return make_rows(shape_name, length, "float32", timings, methods, operations=True)
 
 
-def prompt_rows(length: int, budget: int, rounds: int, progress: Callable[[str], None]) -> list[Row]:
+def prompt_rows(length: int, policy: QuoKA, rounds: int, progress: Callable[[str], None]) -> list[Row]:
     """Times a whole prompt of a SmolLM2-shaped model with random weights, from the first chunk to the first logits.
 
     Dense attention reads chunks of 256, its default, QuoKA those of its own. The model counts the attention's
@@ -71,11 +71,11 @@ def prompt_rows(length: int, budget: int, rounds: int, progress: Callable[[str],
 
     Args:
       length: of the prompt, a multiple of 1024.
-      budget: past tokens that QuoKA reads.
+      policy: what is compared with dense attention.
       rounds: runs of each.
       progress: told what is done.
     """
-    params, policy = random_params(SMOLLM2), QuoKA(budget)
+    params = random_params(SMOLLM2)
     prompt = [i % 1000 for i in range(length)]
     timings = time_prompts(params, prompt, policy, rounds, progress)
     methods = _methods(policy, *prompt_operations(params, length, policy))
@@ -158,7 +158,8 @@ def _operations(shape: Shape, length: int, policy: QuoKA) -> tuple[float, float]
     dense = 2.0 * shape.heads * policy.chunk * length * shape.head_dim
     if past <= policy.budget:
         return dense, dense
-    scoring = shape.kv_heads * policy.n_queries * past * shape.head_dim
+    choosing = shape.heads if policy.group == "each" else shape.kv_heads
+    scoring = choosing * policy.n_queries * past * shape.head_dim
     return dense, scoring + dense * (policy.budget + policy.chunk) / length
 
 

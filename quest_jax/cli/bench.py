@@ -113,6 +113,7 @@ class Prefill(Files):
       shapes: layers to time: 9/3 heads of 64, 32/8 of 128, 32/32 of 128.
       prompts: lengths of whole prompts of a SmolLM2-shaped model; minutes each beyond 8192.
       budget: past tokens that QuoKA reads.
+      group: whether the picks of `each` head of a group choose, as a prefill budget has it, or their `mean`.
       rounds: timed runs of each candidate, interleaved.
       prompt_rounds: the same for whole prompts.
     """
@@ -121,6 +122,7 @@ class Prefill(Files):
     shapes: tuple[ShapeName, ...] = ("smollm2", "llama-3-8b")
     prompts: tuple[int, ...] = (8192,)
     budget: int = 1024
+    group: Literal["each", "mean"] = "each"
     rounds: int = 15
     prompt_rounds: int = 3
 
@@ -139,17 +141,19 @@ class Prefill(Files):
         return self.report("prefill", "float32", self.rounds, self._sections)
 
     def _sections(self) -> "list[Section]":
+        from quest_jax import QuoKA
         from quest_jax.bench import prefill
         from quest_jax.bench.rows import Section
         from quest_jax.progress import stderr_console
 
         progress, rows, prompts = stderr_console(), [], []
+        policy = QuoKA(self.budget, group=self.group)
         for shape in self.shapes:
             for length in self.lengths:
                 progress.print(f"attention of the last chunk of {length} tokens, {shape}")
-                rows += prefill.attention_rows(shape, length, self.budget, self.rounds)
+                rows += prefill.attention_rows(shape, length, policy, self.rounds)
         for length in self.prompts:
-            prompts += prefill.prompt_rows(length, self.budget, self.prompt_rounds, progress.print)
+            prompts += prefill.prompt_rows(length, policy, self.prompt_rounds, progress.print)
         return [
             Section("attention of the last chunk of 128 tokens, one layer, float32, batch 1", rows),
             Section(

@@ -44,8 +44,15 @@ class Fidelity:
 
         from quest_jax.evals import fidelity, fidelity_cells, mass, plots
         from quest_jax.evals.store import Store
+        from quest_jax.inputs import as_size
         from quest_jax.progress import counting, stderr_console
 
+        for name in ("tokens", "queries"):
+            as_size(f"--{name}", getattr(self, name))
+        if self.queries >= self.tokens:
+            raise ValueError(
+                f"--queries: expected fewer than the {self.tokens} tokens of --tokens, got {self.queries}."
+            )
         policies = policies_for(self.methods or ("all",), self.budgets, self.page_size, self.basis)
         store = None if self.out is None else Store(self.out / "cells")
         console = stderr_console()

@@ -59,7 +59,7 @@ class Evaluation(abc.ABC):
     def run(self) -> int:
         """Prints a table for each length."""
         from quest_jax.evals.store import Store
-        from quest_jax.inputs import as_size
+        from quest_jax.inputs import as_seeds, as_size
         from quest_jax.progress import stderr_console
 
         if not self.tokens:
@@ -67,6 +67,7 @@ class Evaluation(abc.ABC):
         as_size("--batch", self.batch)
         for tokens in self.tokens:
             as_size("--tokens", tokens)
+        as_seeds(self.seed, 1)
         policies = {tokens: self._policies(tokens) for tokens in self.tokens}
         store = None if self.out is None else Store(self.out / "cells")
         console = stderr_console()
@@ -91,6 +92,11 @@ class Evaluation(abc.ABC):
 
     def _policies(self, tokens: int) -> "dict[str, Policy]":
         budgets, phase = self.budgets or (tokens // 2, tokens // 4), "prefill" if self.prefill else "decode"
+        if not self.budgets and tokens < 4 * self.page_size:
+            raise ValueError(
+                f"--tokens: expected at least {4 * self.page_size}, four pages, where --budgets names none: "
+                f"the smaller one is a quarter; got {tokens}; raise it, or name --budgets."
+            )
         return policies_for(self.methods or (DEFAULT[phase],), budgets, self.page_size, self.basis, phase)
 
     def _measure(self, params, tokenizer, contexts, policies, store, tokens, console) -> "dict[str, Found]":
@@ -118,7 +124,7 @@ class Evaluation(abc.ABC):
         by = ", prompts read by the method" if self.prefill else ""
         return (
             f"{self.name}, {tokens} tokens{by}; {report.counts(found)}; {self.model}, {self.dtype}, pages of "
-            f"{self.page_size}; seed {self.seed}, 95 % bootstrap intervals"
+            f"{self.page_size}; seed {self.seed}, 95 % intervals"
         )
 
     def _show(self, tokens, found) -> None:

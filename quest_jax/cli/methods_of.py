@@ -13,7 +13,7 @@ ALWAYS = {
     "decode": ("full", "random", "sink_window", "oracle"),
     "prefill": ("full", "random_chunk", "sink_window_chunk", "oracle_chunk"),
 }
-DEFAULT = {"decode": "quest", "prefill": "quoka"}
+DEFAULT = {"decode": "quest", "prefill": "quoka_each"}
 
 
 def policies_for(

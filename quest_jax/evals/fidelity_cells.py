@@ -11,7 +11,7 @@ from quest_jax.evals.capture import capture
 from quest_jax.evals.fidelity import Fidelity
 from quest_jax.evals.interval import Interval, bootstrap
 from quest_jax.evals.report import Points
-from quest_jax.evals.store import Store
+from quest_jax.evals.store import Store, source
 from quest_jax.tables import Table
 
 # Policies that are measured before any of them is kept; they share what is read of a layer.
@@ -41,8 +41,8 @@ def measure(
     """
 
     def key(name: str) -> dict[str, Any]:
-        own = {"task": "fidelity", "method": name, "page_size": page_size, "queries": queries}
-        return dict(settings) | own
+        own = {"task": "fidelity", "method": name, "source": source(type(policies[name]))}
+        return dict(settings) | own | {"page_size": page_size, "queries": queries}
 
     found: dict[str, Fidelity] = {}
     for name in policies:

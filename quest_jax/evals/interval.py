@@ -23,13 +23,14 @@ class Interval(NamedTuple):
 def share(scores: Sequence[float]) -> Interval:
     """Returns the mean of scores from 0 to 1 and its interval.
 
-    The bootstrap's; where all are right or all wrong, of which resampling makes nothing, the exact one of a binomial
-    share (Clopper and Pearson 1934).
+    The bootstrap's; where all are alike, of which resampling makes nothing, as many cases have this score as the exact
+    lower limit of a binomial share says (Clopper and Pearson 1934), and the others may have any.
     """
-    found, tail = bootstrap(scores), ((1 - LEVEL) / 2) ** (1 / len(scores))
-    if min(scores) >= 1:
-        return found._replace(low=tail)
-    return found._replace(high=1 - tail) if max(scores) <= 0 else found
+    found = bootstrap(scores)
+    if min(scores) < max(scores):
+        return found
+    alike = ((1 - LEVEL) / 2) ** (1 / len(scores))
+    return Interval(found.mean, found.mean * alike, 1 - (1 - found.mean) * alike)
 
 
 def bootstrap(values: Sequence[float], groups: Sequence[int] | None = None, *, seed: int = 0) -> Interval:

@@ -16,7 +16,7 @@ from quest_jax.evals import metrics
 from quest_jax.evals.ask import ask, follow, forget_programs, predict
 from quest_jax.evals.contexts import Context, groups, prefilled, read_on
 from quest_jax.evals.samples import Decoder
-from quest_jax.evals.store import Store
+from quest_jax.evals.store import Store, source
 
 Mode = Literal["sparse", "dense", "text"]
 MODES: tuple[Mode, ...] = ("sparse", "dense", "text")
@@ -99,7 +99,8 @@ def run(
     cells: dict[tuple[str, int], dict[str, Any]] = {}
 
     def key(name: str, start: int) -> dict[str, Any]:
-        own = {"method": name, "page_size": page_size, "modes": list(modes), "prefills": prefills}
+        own = {"method": name, "source": source(type(policies[name]))}
+        own |= {"page_size": page_size, "modes": list(modes), "prefills": prefills}
         return own | {"contexts": [start, min(start + rows, len(contexts))]} | dict(settings or {})
 
     for start in starts:

@@ -1,6 +1,8 @@
 """Results in a folder, one small file for each: a run that was interrupted goes on where it was."""
 
+import functools
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -20,12 +22,18 @@ class Store:
       folder: made where it is not there.
 
     Raises:
-      ValueError: a file in it is damaged; it is named, and nothing is overwritten.
+      ValueError: it cannot be made; or a file in it is damaged: it is named, and nothing is overwritten.
     """
 
     def __init__(self, folder: pathlib.Path | str):
         self._folder = pathlib.Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{folder}: expected a folder for results that is there or can be made, got {error.strerror}; name "
+                "another."
+            ) from error
         for path in sorted(self._folder.glob("*.json")):
             _read(path)
 
@@ -60,6 +68,33 @@ class Store:
         shown = "-".join(str(settings[key]) for key in ("task", "method", "budget") if key in settings)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return self._folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', shown)[:60]}-{digest}.json"
+
+
+@functools.cache
+def source(kind: type) -> str:
+    """Returns a digest of the files that a class and those it inherits from are written in.
+
+    Among a result's settings: what a method that has been changed gave before is not its result.
+
+    Raises:
+      ValueError: a class without a file, such as one made in an interactive session.
+    """
+    files: dict[str, bytes] = {}
+    for one in kind.__mro__:
+        if one.__module__ in ("abc", "builtins", "typing"):
+            continue
+        try:
+            path = pathlib.Path(inspect.getfile(one))
+            files[one.__module__] = path.read_bytes()
+        except (OSError, TypeError) as error:
+            raise ValueError(
+                f"store: expected a class in a file, whose content tells its results from those of another version, "
+                f"got {one.__name__}; write it to a file, or measure without a store."
+            ) from error
+    digest = hashlib.sha256()
+    for content in files.values():
+        digest.update(hashlib.sha256(content).digest())
+    return digest.hexdigest()[:12]
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

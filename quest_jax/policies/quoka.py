@@ -20,6 +20,7 @@ from quest_jax.policies.ranking import largest
 ChunkMode = Literal["dense", "compete"]
 Score = Literal["cosine", "dot"]
 Reduce = Literal["max", "mean"]
+Group = Literal["mean", "each"]
 Granularity = Literal["auto", "token", "page"]
 
 
@@ -47,6 +48,8 @@ class QuoKA(Policy):
       chunk: tokens of a prefill step; the paper's is 128.
       chunk_mode: ``dense``: the budget is for the past, the chunk is attended besides. ``compete``: one budget for
         both, and every query attends at least to its own token.
+      group: ``mean``: the paper's step 2. ``each``: no average, the picks of every head of a group choose. That keeps
+        more, for no more bytes and G times as many products with the keys; see ``docs/study.md``.
       share_query_index: pick the same positions for all heads of a group, by the sum of their cosines.
       score: ``cosine``, or ``dot``: picked queries and keys keep their length.
       reduce: over the picked queries, ``max`` or ``mean``.
@@ -66,6 +69,7 @@ class QuoKA(Policy):
     n_queries: int = 16
     chunk: int = 128
     chunk_mode: ChunkMode = "dense"
+    group: Group = "mean"
     share_query_index: bool = False
     score: Score = "cosine"
     reduce: Reduce = "max"
@@ -84,7 +88,9 @@ class QuoKA(Policy):
                 raise TypeError(f"QuoKA: expected {name} to be an integer, got {value!r}.")
             if value < low:
                 raise ValueError(f"QuoKA: expected {name} to be at least {low}, got {value}.")
-        choices = {"chunk_mode": ChunkMode, "score": Score, "reduce": Reduce, "granularity": Granularity}
+        choices = {
+            "chunk_mode": ChunkMode, "group": Group, "score": Score, "reduce": Reduce, "granularity": Granularity,
+        }  # fmt: skip
         for name, known in choices.items():
             if getattr(self, name) not in known.__args__:
                 names = ", ".join(repr(choice) for choice in known.__args__)
@@ -152,6 +158,7 @@ class QuoKA(Policy):
         queries, live = pick_queries(
             q, view.lengths - view.starts, pool_shape(view.kv).kv_heads,
             n_queries=self.n_queries, share_index=self.share_query_index, unit_length=self.score == "cosine",
+            group=self.group,
         )  # fmt: skip
         return self.choose_by(queries, live, q.shape[1], view, implementation)
 
@@ -203,19 +210,21 @@ def pick_queries(
     n_queries: int,
     share_index: bool = False,
     unit_length: bool = True,
+    group: Group = "mean",
 ) -> tuple[Float[Array, "B K R D"], Bool[Array, "B R"]]:
-    """Lines 1 to 8 of Algorithm 1: the queries least like the chunk's mean, averaged over each group rank by rank.
+    """Lines 1 to 8 of Algorithm 1: the queries least like the chunk's mean, averaged over each group or not.
 
     Args:
       q: queries; of row ``b`` the first ``n_real[b]`` are real.
       n_real: a row of at most ``n_queries`` takes all in order.
       kv_heads: K.
-      n_queries: how many to take, R = min(T, n_queries).
+      n_queries: how many to take of a head, at most T.
       share_index: the same positions for all heads of a group.
       unit_length: bring each to length 1 before the average.
+      group: ``mean`` or ``each``, see :class:`QuoKA`.
 
     Returns:
-      float32 averages, and which of them are made of real queries.
+      float32 averages rank by rank, or queries head by head; and which of them are made of real queries.
     """
     rows, tokens, heads, _ = q.shape
     real = jnp.arange(tokens) < n_real[:, None]
@@ -229,7 +238,11 @@ def pick_queries(
         picks = largest(-order, n_queries)
     else:
         picks = jnp.broadcast_to(jnp.arange(tokens), (rows, heads, tokens))
-    return average_picks(q, picks, kv_heads, unit_length), jnp.arange(picks.shape[-1]) < n_real[:, None]
+    live = jnp.arange(picks.shape[-1]) < n_real[:, None]
+    if group == "mean":
+        return average_picks(q, picks, kv_heads, unit_length), live
+    picked = _gather(q, picks, kv_heads, unit_length)
+    return picked.reshape(rows, kv_heads, -1, picked.shape[-1]), jnp.tile(live, picked.shape[2])
 
 
 def mean_cosine(q: Float[Array, "B T H D"], n_real: Int[Array, "B"]) -> Float[Array, "B H T"]:
@@ -244,9 +257,14 @@ def average_picks(
     q: Float[Array, "B T H D"], picks: Int[Array, "B H R"], kv_heads: int, unit_length: bool = True
 ) -> Float[Array, "B K R D"]:
     """Averages the r-th picks of a group's heads, each brought to length 1 first unless told otherwise."""
+    return _gather(q, picks, kv_heads, unit_length).mean(axis=2)
+
+
+def _gather(q, picks, kv_heads, unit_length):
+    """Returns what was picked, ``[B, K, G, R, D]``."""
     q = q.astype(jnp.float32).swapaxes(1, 2)  # [B, H, T, D]
     picked = jnp.take_along_axis(_normalise(q) if unit_length else q, picks[..., None], axis=2)
-    return picked.reshape(len(q), kv_heads, -1, *picked.shape[2:]).mean(axis=2)
+    return picked.reshape(len(q), kv_heads, -1, *picked.shape[2:])
 
 
 def _normalise(x):
@@ -260,6 +278,14 @@ METHODS = (
     ),
     Method(
         "quoka_pages", lambda budget: QuoKA(budget, granularity="page"), ("prefill", "decode"), "1 / 2 + (B + T) / L",
-        "the same by pages, its form on a TPU or GPU",
+        "the same by pages",
+    ),
+    Method(
+        "quoka_each", lambda budget: QuoKA(budget, group="each", granularity="token"), ("prefill",),
+        "1 / 2 + (B + T) / L", "QuoKA without its mean over a group: the picks of every head choose",
+    ),
+    Method(
+        "quoka_each_pages", lambda budget: QuoKA(budget, group="each", granularity="page"), ("prefill",),
+        "1 / 2 + (B + T) / L", "the same by pages, its form on a TPU or GPU",
     ),
 )  # fmt: skip

@@ -29,6 +29,7 @@ def test_operations_are_those_of_the_algorithm():
     dense, ours = prefill._operations(shape, 8192, policy)
     assert dense == 2 * 32 * 128 * 8192 * 128  # one product with the keys, one with the values
     assert ours == 8 * 16 * (8192 - 128) * 128 + 2 * 32 * 128 * (1024 + 128) * 128
+    assert prefill._operations(shape, 8192, QuoKA(1024, group="each"))[1] - ours == (32 - 8) * 16 * (8192 - 128) * 128
     assert prefill._operations(shape, 1152, policy)[1] == prefill._operations(shape, 1152, policy)[0]
 
 

@@ -38,3 +38,10 @@ def test_all_alike_is_no_certainty():
     assert right.low**12 == pytest.approx(0.025) and (right.mean, right.high) == (1, 1)
     assert (wrong.mean, wrong.low, wrong.high) == (0, 0, pytest.approx(1 - right.low))
     assert share([1.0, 0.0, 0.5]) == bootstrap([1.0, 0.0, 0.5])
+
+
+def test_all_alike_in_part_is_no_certainty_either():
+    """At the ends of the interval all cases alike have a probability of 2.5 %, whatever the others may score."""
+    one, many = share([0.25]), share([0.25] * 40)
+    assert (one.mean, one.low, one.high) == pytest.approx((0.25, 0.25 * 0.025, 1 - 0.75 * 0.025))
+    assert 0.2 < many.low < 0.25 < many.high < 0.35

@@ -168,14 +168,16 @@ def test_the_table_of_the_readme_is_that_of_the_registry(capsys, tmp_path):
 
 
 def test_a_method_is_a_file_of_its_own(tmp_path, monkeypatch):
-    """As docs/adding_a_method.md has it, whose example this runs: one file, and it is in the table."""
+    """As docs/adding_a_method.md has it, whose examples this runs: one file, and it is in the table."""
     text = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
-    (tmp_path / "every_other.py").write_text(text.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    for i, name in enumerate(("every_other", "keep_loud"), start=1):
+        (tmp_path / f"{name}.py").write_text(text.split("```python\n")[i].split("```")[0], encoding="utf-8")
     monkeypatch.setattr(importlib.import_module("quest_jax.policies"), "__path__", [*_folder(), str(tmp_path)])
     registry.methods.cache_clear()
     try:
-        assert "`every_other`" in registry.markdown()
+        assert "`every_other`" in registry.markdown() and "`keep_loud`" in registry.markdown()
         test_a_step_attends_to_what_the_method_lists("every_other", "decode", 3)
+        test_a_step_attends_to_what_the_method_lists("keep_loud", "decode", 3)
         _, state, selection, _ = run("every_other", "decode", 3, 24)
         assert int(state.reads.read[0, -1]) == 24 * KV_HEADS
         assert np.asarray(selection.pages)[-1, 0].tolist() == list(range(CAPACITY - 47, CAPACITY, 2))

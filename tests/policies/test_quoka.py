@@ -23,7 +23,7 @@ def unit(x):
 
 
 def numpy_queries(q, policy):
-    """``[K][R]`` averages over the groups of the picked queries of ``q [T, H, D]``."""
+    """``[K][R]`` averages over the groups of the picked queries of ``q [T, H, D]``, or these one by one."""
     picks = []
     for head in range(HEADS):
         mean = unit(q[:, head].mean(axis=0))
@@ -41,6 +41,9 @@ def numpy_queries(q, policy):
     for group in range(KV_HEADS):
         heads = range(group * GROUP, (group + 1) * GROUP)
         ranks = range(len(order[0]))
+        if policy.group == "each":
+            queries.append([length(q[order[head][r], head]) for head in heads for r in ranks])
+            continue
         queries.append([np.mean([length(q[order[head][r], head]) for head in heads], axis=0) for r in ranks])
     return queries
 
@@ -131,6 +134,9 @@ def draw(rows=2, tokens=32, room=192, seed=0):
 base = functools.partial(QuoKA, 40, n_queries=8, granularity="token")
 POLICIES = {
     "default": base(),
+    "each": base(group="each"),
+    "each-shared-dot-mean": base(group="each", share_query_index=True, score="dot", reduce="mean"),
+    "each-page": base(group="each", granularity="page"),
     "shared": base(share_query_index=True),
     "dot": base(score="dot"),
     "mean": base(reduce="mean"),
@@ -145,7 +151,7 @@ POLICIES = {
     "one-token": QuoKA(1, n_queries=8, granularity="token"),
 }
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-some = {name: POLICIES[name] for name in ("default", "shared", "dot-mean", "page", "compete")}
+some = {name: POLICIES[name] for name in ("default", "each", "shared", "dot-mean", "page", "compete")}
 some_policies = pytest.mark.parametrize("policy", some.values(), ids=some)
 
 
@@ -271,7 +277,7 @@ def test_chunks_of_any_size_fill_the_same_cache(policy):
     chex.assert_trees_all_equal(caches[0].norms, rebuild_norms(caches[0]))
 
 
-@pytest.mark.parametrize("policy", [POLICIES["default"], POLICIES["page"], POLICIES["compete"]], ids=str)
+@pytest.mark.parametrize("policy", [POLICIES[name] for name in ("default", "each", "page", "compete")], ids=str)
 def test_decoding_is_a_chunk_of_one(policy):
     q, k, v = draw(tokens=1, seed=8)
     _, expected, state = run(policy, q, k, v, (150, 97), (151, 98))
@@ -279,6 +285,20 @@ def test_decoding_is_a_chunk_of_one(policy):
     new_k, new_v = (jnp.stack([x[0, 150:151], x[1, 97:98]]) for x in (k, v))
     out, state = quest_jax.decode_attention(0, q, new_k, new_v, quest_jax.extend(state, jnp.array([1, 1])))
     np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_a_head_is_heard_though_the_group_points_the_other_way():
+    """What one head looks for is in no mean of the group whose others look the other way."""
+    rng = np.random.default_rng(12)
+    q, k, v = (0.1 * x for x in draw(rows=1, seed=12))
+    wanted = jnp.asarray(unit(rng.normal(size=WIDTH)), jnp.float32)
+    k = k.at[0, 70, 0].set(wanted)
+    q = q.at[0, 9, 0].set(wanted).at[0, 9, 1:GROUP].set(-wanted / 2)
+    heard = {}
+    for group in ("mean", "each"):
+        selection, *_ = run(QuoKA(4, n_queries=8, granularity="token", group=group), q, k, v, (160,), (192,))
+        heard[group] = 70 in selection.pages[0, 0, : selection.counts[0, 0]].tolist()
+    assert heard == {"mean": False, "each": True}
 
 
 def test_what_is_read_is_counted():
@@ -301,6 +321,7 @@ def test_what_is_read_is_counted():
         ({"budget": 64, "n_queries": 0}, ValueError, "n_queries to be at least 1"),
         ({"budget": 64, "chunk": True}, TypeError, "chunk to be an integer, got True"),
         ({"budget": 64, "chunk_mode": "sparse"}, ValueError, "chunk_mode to be one of 'dense', 'compete'"),
+        ({"budget": 64, "group": "max"}, ValueError, "group to be one of 'mean', 'each', got 'max'"),
         ({"budget": 64, "score": "l2"}, ValueError, "score to be one of 'cosine', 'dot', got 'l2'"),
         ({"budget": 64, "reduce": "sum"}, ValueError, "reduce to be one of 'max', 'mean', got 'sum'"),
         ({"budget": 64, "granularity": "block"}, ValueError, "granularity to be one of 'auto', 'token', 'page'"),
