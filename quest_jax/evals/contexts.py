@@ -70,8 +70,8 @@ def pieces(tokenizer: Encoder, text: str, tokens: int, count: int = 1, start: in
     ids = tokenizer.encode(text)
     if count < 1 or not 1 <= start <= tokens - 2:
         raise ValueError(
-            f"text: expected at least 1 piece (--texts), and a start (--start) of at least 1 with 2 tokens after it in "
-            f"pieces of {tokens} (--tokens), got {count} and {start}."
+            f"text: expected at least 1 piece (--texts), and a start of at least 1 (--start) with 2 tokens after it "
+            f"in pieces of {tokens} (--tokens), got {count} and {start}."
         )
     if count * tokens > len(ids):
         raise ValueError(

@@ -7,7 +7,7 @@ from quest_jax import Dense, Quest, QuoKA, feed_tokens, generate, prefill
 from quest_jax.evals import contexts, retention
 from quest_jax.evals.ask import ask
 from quest_jax.evals.samples import Sample
-from quest_jax.evals.store import Store
+from quest_jax.evals.store import Store, source
 from quest_jax.policies import registry
 from quest_jax.policies.h2o import H2O
 from tests.models_for_tests import CONFIG, tiny
@@ -160,7 +160,8 @@ def test_an_interrupted_run_goes_on_where_it_was(found, tmp_path):
 def test_a_damaged_result_is_named(tmp_path, spoil):
     policies, given = {"full": Dense()}, dict(modes=("sparse",), batch=3)
     cell = {"answers": [["a", "b"], ["c"], ["d"]], "scores": [[1.0, 0.0], [1.0], [0.0]], "read": 1, "dense": 1}
-    key = {"method": "full", "page_size": 16, "modes": ["sparse"], "prefills": False, "contexts": [0, 3]}
+    key = {"method": "full", "source": source(Dense), "contexts": [0, 3]}
+    key |= {"page_size": 16, "modes": ["sparse"], "prefills": False}
     result = {"sparse": cell, "seconds": 1.0}
     Store(tmp_path).put(key, result)
     found = retention.run(tiny(), NumberTokenizer(), draw(), policies, store=Store(tmp_path), **given)
