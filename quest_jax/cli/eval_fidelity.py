@@ -67,7 +67,7 @@ class Fidelity:
         texts = {name: [one] for name, one in found.items()}
         title = (
             f"decoding the last {self.queries} of {self.tokens} tokens of one text; layers from the third on, bytes "
-            f"too; {self.model}, {self.dtype}, pages of {self.page_size}; 95 % bootstrap intervals over layers"
+            f"too; {self.model}, {self.dtype}, pages of {self.page_size}; 95 % bootstrap intervals over layers, seed 0"
         )
         table = fidelity_cells.table(texts, title)
         Console().print(table.for_terminal())
